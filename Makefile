@@ -1,0 +1,49 @@
+# Every target sets up what it needs in .venv; Python 3.11 or 3.12 is all a machine must have.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
+TORCH  := $(shell grep '^torch==' constraints.txt)
+
+.PHONY: help setup test demo lint format test-gpu bench clean
+
+help:
+	@echo "make demo      train a small transformer, dense beside s-ste, on this machine's CPU (under three minutes)"
+	@echo "make test      run the tests (CPU)"
+	@echo "make lint      ruff and pyrefly"
+	@echo "make test-gpu  run the tests that need a CUDA GPU, with the Python in PATH"
+	@echo "make bench     measure what each recipe costs in emulation"
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip --disable-pip-version-check install --quiet --upgrade "pip>=25.1"
+	$(PIP) "$(TORCH)"
+	$(PIP) --editable ".[cli,hf]" --group test --group lint
+	touch $@
+
+test: setup
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+demo: setup
+	$(BIN)/python -m nmsparse.workbench.demo
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The GPU machine brings its own torch: use the Python in PATH, not the virtual environment.
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu -p no:cacheprovider
+
+bench: setup
+	$(BIN)/python benchmarks/overhead.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

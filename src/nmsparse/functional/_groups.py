@@ -1,0 +1,97 @@
+"""Views and orders that every function here shares: groups of M along a dim, and the order of magnitudes."""
+
+from __future__ import annotations
+
+from functools import reduce
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from nmsparse.pattern import Pattern
+
+UNROLLED = 8
+"""Up to this group size, comparing all pairs beats sorting, and the compiler fuses it into one pass."""
+
+
+def check_divisible(shape: torch.Size, pattern: Pattern, dim: int) -> int:
+    """Return ``dim`` counted from the front, or raise the error that names size, dim and pattern."""
+    ndim = len(shape)
+    if not -ndim <= dim < ndim:
+        raise ValueError(f"dim {dim} does not exist in a tensor of shape {tuple(shape)}.")
+    dim %= ndim
+    if shape[dim] % pattern.m:
+        raise ValueError(
+            f"size {shape[dim]} of dim {dim} (shape {tuple(shape)}) is not a multiple of {pattern.m}, so pattern "
+            f'"{pattern}" does not fit; '
+            f"pad that dim to {-(-shape[dim] // pattern.m) * pattern.m} or choose another pattern."
+        )
+    return dim
+
+
+def to_groups(x: Tensor, pattern: Pattern, dim: int) -> tuple[Tensor, int]:
+    """View ``dim`` as (groups, M); return the view and the axis of the M entries of a group."""
+    dim = check_divisible(x.shape, pattern, dim)
+    return x.unflatten(dim, (x.shape[dim] // pattern.m, pattern.m)), dim + 1
+
+
+def from_groups(x: Tensor, axis: int) -> Tensor:
+    """Undo :func:`to_groups`."""
+    return x.flatten(axis - 1, axis)
+
+
+def group_max(x: Tensor, axis: int) -> Tensor:
+    """Maximum over a group, axis kept; small groups without a reduction, so that compilers fuse it and CPUs vectorise it."""
+    if x.shape[axis] > UNROLLED:
+        return x.amax(axis, keepdim=True)
+    return reduce(torch.maximum, x.split(1, axis))
+
+
+def group_sum(x: Tensor, axis: int) -> Tensor:
+    """Sum over a group, axis kept, from the first entry to the last."""
+    if x.shape[axis] > UNROLLED:
+        return x.sum(axis, keepdim=True)
+    return reduce(torch.add, x.split(1, axis))
+
+
+def group_cumsum(x: Tensor, axis: int) -> Tensor:
+    """Running sum over a group."""
+    if x.shape[axis] > UNROLLED:
+        return x.cumsum(axis)
+    return torch.cat(list(accumulate(x.split(1, axis))), axis)
+
+
+def computing_dtype(x: Tensor) -> torch.dtype:
+    """float64 stays, everything else is computed in float32: sums of 16-bit magnitudes lose too much."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def magnitude_key(x: Tensor) -> Tensor:
+    """Integers ordered like ``|x|``, with every NaN equal and above infinity.
+
+    Comparing bits in place of floats gives a total order, so CPU, GPU and every dtype agree on ties and on NaN.
+    """
+    x = x.abs().to(computing_dtype(x))
+    if x.dtype == torch.float64:
+        return x.view(torch.int64).clamp(max=0x7FF0000000000001)
+    return x.view(torch.int32).clamp(max=0x7F800001)
+
+
+def magnitude_rank(x: Tensor, axis: int) -> Tensor:
+    """Rank of each entry's magnitude inside its group (0 = largest); on a tie the lower index ranks first."""
+    key = magnitude_key(x)
+    size = x.shape[axis]
+    if size > UNROLLED:
+        order = key.sort(dim=axis, descending=True, stable=True).indices
+        shape = [1] * x.ndim
+        shape[axis] = size
+        places = torch.arange(size, dtype=torch.int16, device=x.device).view(shape).expand_as(order)
+        return torch.empty_like(places, memory_format=torch.contiguous_format).scatter_(axis, order, places)
+    keys = key.unbind(axis)
+    ranks = [torch.zeros_like(keys[0], dtype=torch.int8) for _ in range(size)]
+    for low in range(size):
+        for high in range(low + 1, size):
+            high_wins = keys[high] > keys[low]
+            ranks[low] = ranks[low] + high_wins
+            ranks[high] = ranks[high] + ~high_wins
+    return torch.stack(ranks, axis)

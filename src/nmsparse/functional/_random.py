@@ -1,0 +1,67 @@
+"""Counter-based uniforms: a pure function of (stream, counter, element).
+
+The same integers give the same numbers on every device and in every process, so a resumed, recomputed or replicated
+step draws what the first one drew. The hash is a 32-bit finaliser (two multiplications, three xor-shifts), applied
+twice; a Triton kernel reproduces it bit for bit in uint32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FIRST, SECOND = 0x7FEB352D, 0x846CA68B
+STREAM, COUNTER = 0x9E3779B9, 0x85EBCA6B
+
+
+def _signed(value: int) -> int:
+    """The int32 with the bits of a uint32."""
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def _mix(h: Tensor) -> Tensor:
+    h = h ^ ((h >> 16) & 0xFFFF)
+    h = h * FIRST
+    h = h ^ ((h >> 15) & 0x1FFFF)
+    h = h * _signed(SECOND)
+    return h ^ ((h >> 16) & 0xFFFF)
+
+
+def hash_integers(*values: int) -> int:
+    """Mix Python integers into one int32, on the host: keys for streams and counters."""
+    h = 0
+    for value in values:
+        h = (h ^ (value & 0xFFFFFFFF)) * STREAM & 0xFFFFFFFF
+        h ^= h >> 16
+        h = h * FIRST & 0xFFFFFFFF
+        h ^= h >> 15
+        h = h * SECOND & 0xFFFFFFFF
+        h ^= h >> 16
+    return _signed(h)
+
+
+def _times(value: Tensor | int, odd: int) -> Tensor | int:
+    """``value * odd`` modulo 2**32, as int32."""
+    return _signed(value * odd & 0xFFFFFFFF) if isinstance(value, int) else value * _signed(odd)
+
+
+def counter_bits(count: int, stream: Tensor | int, counter: Tensor | int, device: torch.device | str = "cpu") -> Tensor:
+    """``count`` int32 words with 32 random bits each, keyed by int32 ``stream`` and ``counter``."""
+    element = torch.arange(count, dtype=torch.int32, device=device)
+    return _mix(_mix(element ^ _times(stream, STREAM)) ^ _times(counter, COUNTER))
+
+
+def counter_uniform(
+    shape: tuple[int, ...], stream: Tensor | int, counter: Tensor | int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """float32 uniforms in [0, 1) with 24 random bits, keyed by int32 ``stream`` and ``counter``."""
+    count = 1
+    for size in shape:
+        count *= size
+    bits = counter_bits(count, stream, counter, device)
+    return (((bits >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24).view(shape)
+
+
+def counter_permutation(count: int, stream: int, counter: int, device: torch.device | str = "cpu") -> Tensor:
+    """A permutation of ``count`` indices, the same on every device (ties of the hash keep their order)."""
+    return counter_bits(count, stream, counter, device).sort(stable=True).indices

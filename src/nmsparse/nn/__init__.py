@@ -1,0 +1,33 @@
+"""Layers that run the three products as a recipe says, and the surgery that puts them into a model."""
+
+from typing import Any
+
+from nmsparse.nn._convert import RemovedWithSparsity, SparseModule, convert_, densify_, freeze_, sparse_modules
+from nmsparse.nn._layer import Layer
+from nmsparse.nn._modules import SparseConv2d, SparseLinear, SparseMixin, effective_weight, layer_of, sparse_class
+from nmsparse.nn._targets import Targets
+
+__all__ = [
+    "Layer",
+    "RemovedWithSparsity",
+    "SparseConv2d",
+    "SparseLinear",
+    "SparseMixin",
+    "SparseModule",
+    "Targets",
+    "convert_",
+    "densify_",
+    "effective_weight",
+    "freeze_",
+    "layer_of",
+    "sparse_modules",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # built on demand, because its base class belongs to transformers; unpickling finds it here
+    if name == "SparseConv1D":
+        from transformers.pytorch_utils import Conv1D
+
+        return sparse_class(Conv1D)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

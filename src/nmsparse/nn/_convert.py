@@ -1,0 +1,182 @@
+"""Model surgery by class swap: convert, undo, bake. Every check comes before the first change."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from nmsparse.functional import hash_integers
+from nmsparse.nn._layer import Layer
+from nmsparse.nn._modules import SparseMixin, dense_class, sparse_class
+from nmsparse.nn._products import wide
+from nmsparse.nn._targets import Targets, select
+from nmsparse.recipes import Recipe
+
+
+class SparseModule(nn.Module, SparseMixin):
+    """For type checkers: a converted module is an nn.Module with the mixin's methods."""
+
+
+class RemovedWithSparsity:
+    """Base of forward pre-hooks that ``densify_`` and ``freeze_`` take away again."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        raise NotImplementedError  # subclasses answer
+
+
+class _KeepsForward(RemovedWithSparsity):
+    """nn.TransformerEncoderLayer reads the weights of its linears in a fused fast path unless one of them has a hook."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        return None
+
+
+def sparse_modules(model: nn.Module) -> Iterator[tuple[str, SparseModule]]:
+    """Names and modules of all converted layers."""
+    for name, module in model.named_modules():
+        if isinstance(module, SparseMixin):
+            yield name, cast(SparseModule, module)
+
+
+def convert_(
+    model: nn.Module, recipe: Recipe, targets: Targets, exclude: Targets | None, seed: int
+) -> tuple[dict[str, SparseModule], dict[str, str]]:
+    """Swap the selected layers in place; return them by name, and the reasons of those that stay dense."""
+    _check_model(model)
+    selection = select(model, targets, exclude)
+    owners = _owners(model)
+    records: dict[str, Layer] = {}
+    skipped = dict(selection.skipped)
+    for name, module in selection.layers.items():
+        verdict = _examine(name, module, recipe, owners, seed)
+        if isinstance(verdict, Layer):
+            records[name] = verdict
+            skipped.update({f"{name} ({product})": why for product, why in verdict.dense.items()})
+        elif selection.is_named:
+            raise ValueError(f"{name}: {verdict}. Leave it out (exclude=[{name!r}]) or change the layer.")
+        else:
+            skipped[name] = verdict
+    if not records:
+        reasons = "; ".join(f"{name}: {why}" for name, why in list(skipped.items())[:4])
+        raise ValueError(
+            f"no layer of this {type(model).__name__} can be made sparse with {recipe.name} {recipe.pattern}: {reasons}."
+        )
+    _init_states(records, selection.layers)
+    return _swap(model, records, selection.layers), skipped
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"sparsify_ takes an nn.Module, got {type(model).__name__}.")
+    wrappers = {
+        "OptimizedModule": "torch.compile",
+        "DistributedDataParallel": "DistributedDataParallel",
+        "FullyShardedDataParallel": "FSDP",
+    }
+    if type(model).__name__ in wrappers:
+        raise ValueError(
+            f"the model is wrapped by {wrappers[type(model).__name__]} already: call sparsify_ on the plain model first, "
+            "then wrap it."
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device, so it has no values to prune: materialise the model (to_empty and load "
+                "weights) before sparsify_."
+            )
+        if type(parameter.data).__name__ == "DTensor":
+            raise ValueError(f"{name} is sharded (DTensor) already: call sparsify_ before fully_shard or tensor parallelism.")
+
+
+def _owners(model: nn.Module) -> dict[int, list[str]]:
+    """For every parameter, by identity, the names under which different modules hold it; more than one means tied."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():  # a module reachable by two paths is visited once: one layer, not a tie
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append(f"{name}.{key}" if name else key)
+    return owners
+
+
+def _examine(name: str, module: nn.Module, recipe: Recipe, owners: dict[int, list[str]], seed: int) -> Layer | str:
+    """A record for a layer that can be sparse, or the reason why it stays dense."""
+    if isinstance(module, SparseMixin):
+        present = module._nmsparse.recipe
+        raise ValueError(f"{name} is sparse already ({present.name} {present.pattern}): call densify_ first, or exclude it.")
+    if sparse_class(type(module)) is None:
+        if type(module).__name__ == "NonDynamicallyQuantizableLinear":
+            return "nn.MultiheadAttention reads this weight without calling the layer, which would bypass the recipe"
+        return f"{type(module).__name__} is a subclass with a forward of its own, which the recipe would replace"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is not a plain parameter (weight norm or a parametrization computes it)"
+    others = [owner for owner in owners[id(weight)] if owner.rpartition(".")[0] != name]
+    if others:
+        return f"its weight is tied to {others[0]}"
+    if not weight.requires_grad:
+        return "its weight is frozen (requires_grad=False), so training cannot shape its mask"
+    if not weight.is_floating_point():
+        return f"its weight has dtype {weight.dtype}, which cannot be trained"
+    if not bool(weight.detach().isfinite().all()):
+        raise ValueError(
+            f"{name}: its {tuple(weight.shape)} weight holds NaN or Inf, so magnitudes mean nothing; repair or "
+            "re-initialise it before sparsify_."
+        )
+    groups = module.groups if isinstance(module, nn.Conv2d) else 1
+    sizes = _view(module, weight).shape
+    fit = recipe.fit(sizes[0] // groups, sizes[-1])
+    if fit.refused is not None:
+        return fit.refused
+    return Layer(name, recipe, stream=hash_integers(seed, zlib.crc32(name.encode())), dense=dict(fit.dense))
+
+
+def _view(module: nn.Module, tensor: Tensor) -> Tensor:
+    kind = cast(type[SparseModule], sparse_class(type(module)))
+    return kind.view_weight(cast(SparseModule, module), tensor)
+
+
+def _init_states(records: dict[str, Layer], modules: dict[str, nn.Module]) -> None:
+    with torch.no_grad():
+        for name, layer in records.items():
+            layer.init_state(wide(_view(modules[name], cast(Tensor, modules[name].weight).detach())))
+
+
+def _swap(model: nn.Module, records: dict[str, Layer], modules: dict[str, nn.Module]) -> dict[str, SparseModule]:
+    for name, layer in records.items():
+        module = modules[name]
+        kind = sparse_class(type(module))
+        assert kind is not None
+        module._nmsparse = layer  # pyrefly: ignore
+        module.__class__ = kind
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            for linear in (module.linear1, module.linear2):
+                if isinstance(linear, SparseMixin):
+                    linear.register_forward_pre_hook(_KeepsForward())
+    return {name: cast(SparseModule, modules[name]) for name in records}
+
+
+def densify_(model: nn.Module) -> nn.Module:
+    """Undo a conversion: the dense master weights in plain modules, as if nothing had happened. Returns the model."""
+    for _, module in sparse_modules(model):
+        module.__class__ = dense_class(type(module))  # pyrefly: ignore
+        del module._nmsparse
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, RemovedWithSparsity):
+                del module._forward_pre_hooks[key]
+    return model
+
+
+@torch.no_grad()
+def freeze_(model: nn.Module) -> nn.Module:
+    """Bake the final pattern: exact zeros (+0.0) in the weights, plain modules again. Returns the model."""
+    for _, module in sparse_modules(model):
+        layer = module._nmsparse
+        view = module.view_weight(module.weight.detach())
+        view.copy_(layer.recipe.final_weight(wide(view), layer.state) + 0.0)  # -0.0 + 0.0 is +0.0
+    return densify_(model)

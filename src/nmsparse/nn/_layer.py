@@ -1,0 +1,37 @@
+"""What the library keeps beside a converted module: the recipe, its state, and which products stay dense."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nmsparse.recipes import Recipe, State
+
+
+@dataclass(eq=False)
+class Layer:
+    """Record of one sparse layer. A plain attribute of its module: no buffer, so no key in any state dict."""
+
+    name: str
+    recipe: Recipe
+    stream: int
+    """Key of this layer's random numbers."""
+    dense: dict[str, str] = field(default_factory=dict)
+    """Products that the recipe would make sparse but that stay dense here, with the reason."""
+    state: State = field(default_factory=dict)
+
+    def init_state(self, weight: Tensor) -> None:
+        """Fill the state from the (O, ..., I) weight."""
+        self.state = self.recipe.init_state(weight)
+        if self.recipe.is_random:
+            self.state["stream"] = torch.tensor(self.stream, dtype=torch.int32, device=weight.device)
+            self.state["counter"] = torch.zeros((), dtype=torch.int32, device=weight.device)
+
+    def to(self, device: torch.device) -> None:
+        """Follow the weight to another device; the dtype of the state never changes."""
+        for name, tensor in self.state.items():
+            if name not in self.recipe.host_state and tensor.device != device:
+                on_meta = tensor.is_meta or device.type == "meta"
+                self.state[name] = torch.empty_like(tensor, device=device) if on_meta else tensor.to(device)

@@ -1,0 +1,146 @@
+"""The module classes that a conversion swaps in: the user's own modules, with another forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nmsparse.nn._layer import Layer
+from nmsparse.nn._products import ConvProducts, LinearProducts, forward_weight
+
+
+class SparseMixin:
+    """What the sparse classes share. The record of the layer is the plain attribute ``_nmsparse``."""
+
+    _nmsparse: Layer
+    weight: nn.Parameter
+    training: bool
+
+    def view_weight(self, tensor: Tensor) -> Tensor:
+        """A tensor of the parameter's shape as an (O, ..., I) view."""
+        return tensor
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        module = super()._apply(fn, recurse)  # pyrefly: ignore
+        self._nmsparse.to(self.weight.device)
+        return cast(nn.Module, module)
+
+    def extra_repr(self) -> str:
+        recipe = self._nmsparse.recipe
+        return f"{super().extra_repr()}, {recipe.name} {recipe.pattern}"  # pyrefly: ignore
+
+
+def _autocast(x: Tensor, bias: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor | None, torch.dtype]:
+    """Cast as autocast would cast a dense layer, but leave the weight alone: it is projected from its master first."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64 or not x.is_floating_point():
+        return x, bias, weight.dtype
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), None if bias is None else bias.to(dtype), dtype
+
+
+class SparseLinear(SparseMixin, nn.Linear):  # pyrefly: ignore[inconsistent-inheritance]
+    """``nn.Linear`` whose products follow a recipe."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _linear(self, input, is_transposed=False)
+
+
+def _linear(module: Any, input: Tensor, is_transposed: bool) -> Tensor:
+    x, bias, dtype = _autocast(input, module.bias, module.weight)
+    with torch.autocast(x.device.type, enabled=False):
+        y = LinearProducts.apply(module._nmsparse, module.training, is_transposed, x, module.weight, bias, dtype)
+    return cast(Tensor, y)
+
+
+class SparseConv2d(SparseMixin, nn.Conv2d):
+    """``nn.Conv2d`` whose products follow a recipe; groups of weights run along its input channels."""
+
+    def view_weight(self, tensor: Tensor) -> Tensor:
+        return tensor.permute(0, 2, 3, 1)
+
+    def forward(self, input: Tensor) -> Tensor:
+        x, bias, dtype = _autocast(input, self.bias, self.weight)
+        is_single = x.ndim == 3
+        x, padding = self._pad(x.unsqueeze(0) if is_single else x)
+        geometry = (self.stride, padding, self.dilation, self.groups)
+        with torch.autocast(x.device.type, enabled=False):
+            y = ConvProducts.apply(self._nmsparse, self.training, geometry, x, self.weight, bias, dtype)
+        return cast(Tensor, y.squeeze(0) if is_single else y)
+
+    def _pad(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Padding as two symmetric numbers of zeros; anything else is applied to the input."""
+        if self.padding == "valid":
+            return x, (0, 0)
+        if self.padding_mode == "zeros" and not isinstance(self.padding, str):
+            return x, cast(tuple[int, ...], self.padding)
+        mode: Literal["constant"] | str = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        return F.pad(x, self._reversed_padding_repeated_twice, mode=mode), (0, 0)
+
+
+def is_hf_conv1d(kind: type) -> bool:
+    """transformers' Conv1D, told by name: the core does not import transformers."""
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+class _TransposedMixin(SparseMixin):
+    """Conv1D of GPT-2 is a linear layer that stores its weight as (I, O)."""
+
+    def view_weight(self, tensor: Tensor) -> Tensor:
+        return tensor.t()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _linear(self, x, is_transposed=True)
+
+
+@cache
+def _sparse_conv1d(base: type[nn.Module]) -> type[nn.Module]:
+    return type(
+        "SparseConv1D",
+        (_TransposedMixin, base),
+        {"__module__": "nmsparse.nn", "__doc__": "transformers' ``Conv1D`` whose products follow a recipe."},
+    )
+
+
+def sparse_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The class to swap in for exactly this class, or None."""
+    if kind is nn.Linear:
+        return SparseLinear
+    if kind is nn.Conv2d:
+        return SparseConv2d
+    return _sparse_conv1d(kind) if is_hf_conv1d(kind) else None
+
+
+def dense_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that :func:`sparse_class` replaced."""
+    return next(base for base in kind.__mro__ if not issubclass(base, SparseMixin) and issubclass(base, nn.Module))
+
+
+def layer_of(module: nn.Module) -> Layer:
+    """The record of a sparse module."""
+    if not isinstance(module, SparseMixin):
+        raise TypeError(f"{type(module).__name__} is not a sparse layer; convert the model with nmsparse.sparsify_ first.")
+    return module._nmsparse
+
+
+@torch.no_grad()
+def effective_weight(module: nn.Module) -> Tensor:
+    """What the forward product of a layer sees now, in the shape and dtype of its weight.
+
+    In training mode this follows the schedule; in evaluation mode it is the final, hard pattern. A dense layer's
+    effective weight is its weight.
+    """
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{type(module).__name__} has no weight to look at.")
+    if not isinstance(module, SparseMixin):
+        return weight.detach().clone()
+    seen = forward_weight(module._nmsparse, module.training, module.view_weight(weight.detach()))
+    out = torch.empty_like(weight)
+    module.view_weight(out).copy_(seen)
+    return out

@@ -1,0 +1,190 @@
+"""The three products of a layer, side by side, with what the recipe makes of each operand.
+
+Legend: T tokens, O out_features, I in_features; x (T, I), weight (O, I), grad (T, O).
+Only the input and the parameter itself are saved for the backward pass: projected weights are computed again there, so no
+second copy of a weight outlives the product that needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nmsparse.functional import matmul_fp8, quantize_fp8
+from nmsparse.nn._layer import Layer
+from nmsparse.recipes import GRAD_INPUT
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+"""Stride, padding, dilation and groups of a convolution."""
+
+
+def wide(weight: Tensor) -> Tensor:
+    """16-bit parameters are projected in fp32: their own rounding would make ties."""
+    return weight.float() if weight.dtype in (torch.bfloat16, torch.float16) else weight
+
+
+def forward_weight(layer: Layer, training: bool, weight: Tensor) -> Tensor:
+    """What `output` sees of an (O, ..., I) weight."""
+    project = layer.recipe.output_weight if training else layer.recipe.final_weight
+    return project(wide(weight), layer.state)
+
+
+def backward_weight(layer: Layer, training: bool, weight: Tensor) -> Tensor:
+    """What `grad_input` sees of an (O, ..., I) weight."""
+    if not training or GRAD_INPUT in layer.dense:
+        return forward_weight(layer, training, weight)
+    return layer.recipe.grad_input_weight(wide(weight), layer.state)
+
+
+def input_grad(layer: Layer, training: bool, grad: Tensor, counter: Tensor | None) -> Tensor:
+    """What `grad_input` sees of the output gradient, channels last."""
+    if not training or GRAD_INPUT in layer.dense:
+        return grad
+    return layer.recipe.grad_input_grad(grad, layer.state, counter)
+
+
+def snapshot(layer: Layer) -> Tensor | None:
+    """The random counter of this forward pass: the backward pass may come after other forward passes moved it on."""
+    counter = layer.state.get("counter")
+    return None if counter is None else counter.clone()
+
+
+class LinearProducts(torch.autograd.Function):
+    """y = x Wf^T + b, and its gradients."""
+
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any,
+        layer: Layer,
+        training: bool,
+        is_transposed: bool,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        counter = snapshot(layer)
+        ctx.layer, ctx.training, ctx.is_transposed, ctx.has_bias = layer, training, is_transposed, bias is not None
+        ctx.save_for_backward(*((x, weight) if counter is None else (x, weight, counter)))
+        used = forward_weight(layer, training, weight.t() if is_transposed else weight).to(dtype)
+        if layer.recipe.runs_in_fp8:
+            y = matmul_fp8(x.reshape(-1, x.shape[-1]), used.t(), E4M3).view(*x.shape[:-1], used.shape[0])
+            return y if bias is None else y + bias
+        return F.linear(x, used, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        layer, training = ctx.layer, ctx.training
+        x, weight, *rest = ctx.saved_tensors
+        counter = rest[0] if rest else None
+        weight_oi = weight.t() if ctx.is_transposed else weight
+        grad = grad_output.reshape(-1, grad_output.shape[-1])
+        in_fp8 = layer.recipe.runs_in_fp8
+        grad_x = grad_w = grad_b = None
+        if ctx.needs_input_grad[3]:
+            pruned = input_grad(layer, training, grad, counter)
+            used = backward_weight(layer, training, weight_oi).to(grad.dtype)
+            grad_x = (matmul_fp8(pruned, used, E5M2) if in_fp8 else pruned @ used).view(x.shape)
+        if ctx.needs_input_grad[4]:
+            sample = layer.recipe.grad_weight_grad(grad, layer.state, counter) if training else grad
+            x_ti = x.reshape(-1, x.shape[-1])
+            product = matmul_fp8(sample.t(), x_ti, E5M2) if in_fp8 else sample.t() @ x_ti
+            if training:
+                product = layer.recipe.weight_grad(product, weight_oi, layer.state)
+            grad_w = (product.t() if ctx.is_transposed else product).to(weight.dtype)
+        if ctx.has_bias and ctx.needs_input_grad[5]:
+            grad_b = grad.sum(0)
+        return None, None, None, grad_x, grad_w, grad_b, None
+
+
+def _like(weight: Tensor, projected: Tensor, dtype: torch.dtype) -> Tensor:
+    """An (O, kh, kw, I) result as (O, I, kh, kw), laid out in memory as the parameter is, so that the convolution
+    picks the same algorithm and output layout as for the dense layer."""
+    channels_last = weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    return projected.to(dtype).permute(0, 3, 1, 2).contiguous(memory_format=layout)
+
+
+def _with_channels_last(grad: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply ``change`` to a (samples, O, height, width) gradient seen as (samples, height, width, O)."""
+    seen = grad.permute(0, 2, 3, 1)
+    changed = change(seen)
+    if changed is seen:
+        return grad
+    back: Tensor = changed.permute(0, 3, 1, 2)
+    return back.contiguous(memory_format=torch.channels_last if not grad.is_contiguous() else torch.contiguous_format)
+
+
+def _fake_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to FP8 and back: there is no FP8 convolution to call."""
+    quantized, scale = quantize_fp8(x, dtype)
+    return (quantized.float() / scale).to(x.dtype)
+
+
+class ConvProducts(torch.autograd.Function):
+    """y = conv2d(x, Wf, b), and its gradients."""
+
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any,
+        layer: Layer,
+        training: bool,
+        geometry: Geometry,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        counter = snapshot(layer)
+        ctx.layer, ctx.training, ctx.geometry, ctx.has_bias = layer, training, geometry, bias is not None
+        ctx.save_for_backward(*((x, weight) if counter is None else (x, weight, counter)))
+        used = _like(weight, forward_weight(layer, training, weight.permute(0, 2, 3, 1)), dtype)
+        if layer.recipe.runs_in_fp8:
+            x, used = _fake_fp8(x, E4M3), _fake_fp8(used, E4M3)
+        return F.conv2d(x, used, bias, *geometry)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        layer, training = ctx.layer, ctx.training
+        x, weight, *rest = ctx.saved_tensors
+        counter = rest[0] if rest else None
+        weight_oi = weight.permute(0, 2, 3, 1)
+
+        def rounded(t: Tensor) -> Tensor:
+            return _fake_fp8(t, E5M2) if layer.recipe.runs_in_fp8 else t
+
+        grad_x = grad_w = grad_b = None
+        if ctx.needs_input_grad[3]:
+            pruned = _with_channels_last(grad, lambda g: input_grad(layer, training, g, counter))
+            used = _like(weight, backward_weight(layer, training, weight_oi), grad.dtype)
+            grad_x = _conv_backward(rounded(pruned), x, rounded(used), ctx.geometry, 0)
+        if ctx.needs_input_grad[4]:
+            sample = grad
+            if training:
+                sample = _with_channels_last(grad, lambda g: layer.recipe.grad_weight_grad(g, layer.state, counter))
+            product = _conv_backward(rounded(sample), rounded(x), weight.to(grad.dtype), ctx.geometry, 1)
+            if training:
+                product = _like(
+                    weight, layer.recipe.weight_grad(product.permute(0, 2, 3, 1), weight_oi, layer.state), product.dtype
+                )
+            grad_w = product.to(weight.dtype)
+        if ctx.has_bias and ctx.needs_input_grad[5]:
+            grad_b = grad.sum((0, 2, 3))
+        return None, None, None, grad_x, grad_w, grad_b, None
+
+
+def _conv_backward(grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, which: int) -> Tensor:
+    """The gradient of a convolution for its input (0) or its weight (1)."""
+    stride, padding, dilation, groups = geometry
+    wanted = [which == 0, which == 1, False]
+    backward = torch.ops.aten.convolution_backward
+    result: Tensor = backward(grad, x, weight, None, stride, padding, dilation, False, [0, 0], groups, wanted)[which]
+    return result

@@ -1,0 +1,128 @@
+"""Which layers a conversion is asked for: keywords, name suffixes, or a regular expression."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+from torch import nn
+
+from nmsparse.nn._modules import is_hf_conv1d
+
+Targets = str | Sequence[str]
+KEYWORDS = ("all-linear", "all")
+
+
+@dataclass
+class Selection:
+    """The layers asked for, whether the user named them, and those left out with a reason."""
+
+    layers: dict[str, nn.Module]
+    is_named: bool
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or any(is_hf_conv1d(kind) for kind in type(module).__mro__)
+
+
+def select(model: nn.Module, targets: Targets, exclude: Targets | None) -> Selection:
+    """Resolve ``targets`` and ``exclude`` against the names of the model's modules."""
+    _check_spec("targets", targets)
+    if exclude is not None:
+        _check_spec("exclude", exclude)
+    every = {name: module for name, module in model.named_modules() if is_linear(module) or isinstance(module, nn.Conv2d)}
+    if targets in KEYWORDS:
+        selection = _sweep(model, every, keyword=str(targets))
+    else:
+        selection = Selection({name: module for name, module in every.items() if matches(name, targets)}, is_named=True)
+        _check_all_found(model, every, targets)
+    if exclude is not None:
+        selection.layers = {name: module for name, module in selection.layers.items() if not _is_excluded(name, module, exclude)}
+        selection.skipped = {name: why for name, why in selection.skipped.items() if not matches(name, exclude)}
+    if not selection.layers:
+        raise ValueError(
+            f"targets={targets!r} with exclude={exclude!r} selects no layer of this {type(model).__name__}. "
+            f"Its linear and convolution layers are: {_shorten(every)}."
+        )
+    return selection
+
+
+def matches(name: str, spec: Targets) -> bool:
+    """A string is a regular expression for the whole name; a list holds names or their last parts."""
+    if isinstance(spec, str):
+        return re.fullmatch(spec, name) is not None
+    return any(name == suffix or name.endswith("." + suffix) for suffix in spec)
+
+
+def _is_excluded(name: str, module: nn.Module, exclude: Targets) -> bool:
+    if exclude in KEYWORDS:
+        return exclude == "all" or is_linear(module)
+    return matches(name, exclude)
+
+
+def _sweep(model: nn.Module, every: dict[str, nn.Module], keyword: str) -> Selection:
+    if keyword == "all":
+        selection = Selection(dict(every), is_named=False)
+    else:
+        linear = {name: module for name, module in every.items() if is_linear(module)}
+        heads = _output_heads(model, linear)
+        selection = Selection({name: m for name, m in linear.items() if name not in heads}, is_named=False, skipped=heads)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
+            where = f"{name}.in_proj_weight" if name else "in_proj_weight"
+            selection.skipped[where] = "nn.MultiheadAttention holds this weight itself, outside any linear layer"
+    return selection
+
+
+def _output_heads(model: nn.Module, linear: dict[str, nn.Module]) -> dict[str, str]:
+    """The layers that produce the model's final output, with how they were recognised."""
+    if callable(getattr(model, "get_output_embeddings", None)):  # a transformers model knows its own
+        head = model.get_output_embeddings()  # pyrefly: ignore
+        prefix = getattr(model, "base_model_prefix", "")
+        has_base = bool(prefix) and isinstance(getattr(model, prefix, None), nn.Module)
+        return {
+            name: "output head of the model; name it in targets to make it sparse"
+            for name, module in linear.items()
+            if module is head or (has_base and not name.startswith(prefix + "."))
+        }
+    if len(linear) < 2:
+        return {}
+    return {list(linear)[-1]: "taken for the output head (the last linear layer); name it in targets to make it sparse"}
+
+
+def _check_spec(argument: str, spec: object) -> None:
+    if isinstance(spec, str):
+        if spec not in KEYWORDS:
+            try:
+                re.compile(spec)
+            except re.error as error:
+                raise ValueError(
+                    f'{argument}={spec!r} is not a valid regular expression ({error}); for names use a list, e.g. ["fc1", "fc2"].'
+                ) from None
+    elif not isinstance(spec, Sequence) or not all(isinstance(item, str) for item in spec):
+        raise TypeError(f'{argument} is "all-linear", "all", a list of name suffixes or a regular expression, got {spec!r}.')
+
+
+def _check_all_found(model: nn.Module, every: dict[str, nn.Module], targets: Targets) -> None:
+    for item in [targets] if isinstance(targets, str) else targets:
+        spec: Targets = item if isinstance(targets, str) else [item]
+        if any(matches(name, spec) for name in every):
+            continue
+        other = next((f"{name} ({type(m).__name__})" for name, m in model.named_modules() if name and matches(name, spec)), None)
+        if other is not None:
+            hint = f" It matches {other}, which is no linear or convolution layer."
+        else:
+            tails = {name.rsplit(".", 1)[-1] for name in every}
+            close = get_close_matches(item, sorted(tails | set(every)), n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(
+            f"target {item!r} matches no layer of this {type(model).__name__}.{hint} Its layers are: {_shorten(every)}."
+        )
+
+
+def _shorten(names: dict[str, nn.Module], most: int = 8) -> str:
+    shown = [name or "(the model itself)" for name in list(names)[:most]]
+    return (", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")) or "none"

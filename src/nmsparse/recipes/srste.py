@@ -1,0 +1,53 @@
+"""SR-STE: sparse-refined straight-through estimator.
+
+Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch. A. Zhou et al. ICLR 2021, arXiv:2102.04010.
+
+output, grad_input: as STE, with B = N largest of M along I
+update:      gradient + decay * (1-B)*W, once per optimizer step
+Deviations:  the decay term is added after unscaling and clipping, in fp32, and not in autograd, where loss scaling,
+             accumulation and the number of GPUs would change it. The published runs multiply it by their world size (8).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from nmsparse.functional import magnitude_mask
+from nmsparse.recipes._base import Update
+from nmsparse.recipes._decay import add_decay, check_decay
+from nmsparse.recipes._registry import register_recipe
+from nmsparse.recipes.ste import STE
+
+
+@register_recipe("sr-ste", paper="Zhou et al., ICLR 2021, arXiv:2102.04010")
+@dataclass(frozen=True)
+class SRSTE(STE):
+    """STE plus a decay that pulls pruned weights towards zero."""
+
+    decay: float = 2e-4
+    """Strength of the decay on pruned weights."""
+    decay_on: Literal["grad", "weight"] = "grad"
+    """Add the decay to the gradient, as published, or shrink the weight itself after the step (for Muon and the like)."""
+
+    def validate(self) -> None:
+        check_decay(self.decay)
+        if self.decay_on not in ("grad", "weight"):
+            raise ValueError(f'decay_on is "grad" or "weight", got {self.decay_on!r}.')
+
+    def before_update(self, update: Update) -> None:
+        if self.decay_on == "grad":
+            for layer in update.layers:
+                add_decay(layer, magnitude_mask(layer.weight, self.pattern), self.decay)
+
+    def after_update(self, update: Update) -> None:
+        if self.decay_on == "grad" or self.decay == 0:
+            return
+        for group in update.optimizer.param_groups:
+            own = {id(p) for p in group["params"]}
+            for layer in update.layers:
+                if id(layer.parameter) in own:
+                    pruned = ~magnitude_mask(layer.weight, self.pattern)
+                    layer.weight.mul_(torch.where(pruned, 1 - group["lr"] * self.decay, 1.0).to(layer.weight.dtype))

@@ -1,0 +1,147 @@
+"""STEP: learn masks under Adam with a preconditioner that was estimated densely.
+
+STEP: Learning N:M Structured Sparsity Masks from Scratch with Precondition. Y. Lu et al. ICML 2023, arXiv:2302.01172.
+
+phase 1:     dense AdamW, until the variance v has settled (update T0)
+phase 2:     output B*W, straight-through gradients; the sparse weights' v is frozen at its bias-corrected value v*:
+             W <- W - lr * mhat / sqrt(v* + eps);  optional decay * (1-B)*W in the gradient
+switch:      AutoSwitch: mean of Z_t = mean |v_t - v_{t-1}| over 1/(1-beta2) updates below eps, between 10 % and 50 %
+             of the run; or a fixed step or fraction
+Deviations:  the frozen v is bias-corrected (raw, its small early values would multiply the step); phase 1 is plain AdamW.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from nmsparse.functional import magnitude_mask
+from nmsparse.recipes._autoswitch import STATISTICS, AutoSwitch, Statistic, window_length
+from nmsparse.recipes._base import OUTPUT, Clock, Recipe, State, Update, fraction_or_step, masked, scalar
+from nmsparse.recipes._decay import add_decay, check_decay
+from nmsparse.recipes._registry import register_recipe
+
+logger = logging.getLogger(__name__)
+
+
+@register_recipe("step", paper="Lu et al., ICML 2023, arXiv:2302.01172", needs=("freeze_variance",))
+@dataclass(frozen=True)
+class STEP(Recipe):
+    """Dense Adam first, then masks under its frozen variance; needs nmsparse.StepAdamW."""
+
+    switch: Literal["auto"] | int | float = "auto"
+    """When phase 2 starts: found automatically, after a number of updates, or after a fraction of the run."""
+    decay: float = 0.0
+    """Strength of an SR-STE decay on pruned weights in phase 2."""
+    statistic: Statistic = "arithmetic"
+    """What AutoSwitch watches: the paper's options "arithmetic" and "geometric", or the rules "relative" and "staleness"."""
+    switch_eps: float | None = None
+    """Threshold of AutoSwitch; None takes Adam's eps, as the paper does."""
+    earliest: float = 0.1
+    """Share of the run before which AutoSwitch never switches."""
+    latest: float = 0.5
+    """Share of the run after which it always does."""
+
+    def validate(self) -> None:
+        check_decay(self.decay)
+        if self.statistic not in STATISTICS:
+            raise ValueError(f"statistic is one of {', '.join(STATISTICS)}; got {self.statistic!r}.")
+        if not 0 <= self.earliest <= self.latest <= 1:
+            raise ValueError(f"earliest = {self.earliest} and latest = {self.latest} must be shares of the run, in this order.")
+        if isinstance(self.switch, str):
+            if self.switch != "auto":
+                raise ValueError(f'switch is "auto", a number of updates or a fraction of the run, got {self.switch!r}.')
+        elif self.switch <= 0 or (isinstance(self.switch, float) and self.switch > 1):
+            raise ValueError(
+                f"switch = {self.switch!r} leaves no dense phase to estimate Adam's variance in; use at least 1 update or a "
+                "fraction up to 1."
+            )
+
+    @property
+    def sparse_products(self) -> tuple[str, ...]:
+        return (OUTPUT,)
+
+    @property
+    def needs_total_steps(self) -> bool:
+        return isinstance(self.switch, str | float)
+
+    def init_state(self, weight: Tensor) -> State:
+        return {"sparse": scalar(0, weight.device)}
+
+    def output_weight(self, weight: Tensor, state: State) -> Tensor:
+        return masked(weight, magnitude_mask(weight, self.pattern) | (state["sparse"] == 0))
+
+    def final_weight(self, weight: Tensor, state: State) -> Tensor:
+        return masked(weight, magnitude_mask(weight, self.pattern))
+
+    def mask(self, weight: Tensor, state: State) -> Tensor | None:
+        return magnitude_mask(weight, self.pattern)
+
+    def describe(self, state: State) -> dict[str, float]:
+        return {"sparse": float(state["sparse"])}
+
+    def on_attach(self, update: Update) -> None:
+        if not update.covers_all_layers:
+            raise ValueError(
+                "step decides one switch for all sparse layers: put them into one StepAdamW (in as many parameter groups as "
+                "you like)."
+            )
+
+    def before_update(self, update: Update) -> None:
+        if update.memory.get("switched_at") is not None:
+            for layer in update.layers:
+                add_decay(layer, magnitude_mask(layer.weight, self.pattern), self.decay)
+        elif self.switch == "auto":
+            rule = self._rule(update)
+            rule.record(update.memory, rule.sample(_moments(update)))
+
+    def after_update(self, update: Update) -> None:
+        if update.memory.get("switched_at") is None and self._is_due(update):
+            update.memory["switched_at"] = update.clock.step
+            update.optimizer.freeze_variance([layer.parameter for layer in update.layers])  # pyrefly: ignore
+            update.set_scalar("sparse", 1.0)
+
+    def _is_due(self, update: Update) -> bool:
+        clock: Clock = update.clock
+        if self.switch != "auto":
+            return clock.step >= fraction_or_step_inclusive(self.switch, clock)
+        if clock.step > self.latest * clock.total:
+            logger.warning(
+                "step: AutoSwitch did not settle by update %d (latest = %g) and switches now; consider a fixed switch.",
+                clock.step,
+                self.latest,
+            )
+            return True
+        return clock.step > self.earliest * clock.total and self._rule(update).has_settled(update.memory)
+
+    def _rule(self, update: Update) -> AutoSwitch:
+        group = _group_of(update.optimizer, update.layers[0].parameter)
+        threshold = group["eps"] if self.switch_eps is None else self.switch_eps
+        return AutoSwitch(self.statistic, threshold, window_length(group["betas"][1]))
+
+
+def fraction_or_step_inclusive(value: int | float, clock: Clock) -> float:
+    """As ``fraction_or_step``, but 1.0 means the whole run."""
+    return float(clock.total) if isinstance(value, float) and value == 1 else fraction_or_step(value, clock)
+
+
+def _group_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
+    return next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+
+
+def _moments(update: Update) -> list[tuple[Tensor, Tensor, float]]:
+    moments = []
+    for layer in update.layers:
+        grad = layer.gradient()
+        if grad is None:
+            continue
+        variance = (
+            update.optimizer.state[layer.parameter].get("exp_avg_sq") if layer.parameter in update.optimizer.state else None
+        )
+        before = torch.zeros_like(grad) if variance is None else layer.view(variance).float()
+        moments.append((grad, before, _group_of(update.optimizer, layer.parameter)["betas"][1]))
+    return moments

@@ -1,0 +1,419 @@
+"""The run: a handle on a sparse model, and the step clock that an optimizer drives.
+
+    forward, backward ...  (any number of micro-batches)      the model's hook moves the random counters
+    unscale, clip                                             the user's, or the trainer's
+    optimizer.step()
+        pre-hook    gradients are final: decay terms, gradient masks, statistics
+        update      the optimizer's own
+        post-hook   the clock ticks: schedules, mask refreshes, telemetry
+
+Modules hold no counters, and everything is keyed by module name: wrappers may replace parameters behind our back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nmsparse._update import LayerHandle, OptimizerUpdate, fill, find_non_finite
+from nmsparse.functional import flip_rate, hash_integers, pack_bits, unpack_bits
+from nmsparse.nn import Layer, RemovedWithSparsity, SparseModule, Targets, convert_, layer_of
+from nmsparse.recipes import Clock, Recipe, recipe_info
+
+VERSION = 1
+"""Of the state dict."""
+
+
+def sparsify_(
+    model: nn.Module,
+    recipe: Recipe,
+    targets: Targets = "all-linear",
+    exclude: Targets | None = None,
+    *,
+    seed: int = 0,
+) -> Run:
+    """Convert a model in place and return the handle of the run.
+
+    ``targets`` is "all-linear" (every linear layer but the output head), "all" (convolutions and the head too), a list of
+    module names or name suffixes, or a regular expression for whole names; ``exclude`` likewise. Layers that a keyword
+    sweeps up but that cannot be sparse stay dense, with the reason in ``run.skipped``; layers named one by one must
+    fit. ``seed`` keys every random draw of the recipe. On an error the model is as it was.
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            f'recipe must be a recipe such as nmsparse.SSTE("2:4") or nmsparse.recipe("s-ste", "2:4"), got {recipe!r}.'
+        )
+    modules, skipped = convert_(model, recipe, targets, exclude, seed)
+    return Run(model, recipe, modules, skipped, seed)
+
+
+class _BeforeForward(RemovedWithSparsity):
+    """Forward pre-hook of the model: a new micro-batch moves the random counters on.
+
+    Only tensors change here, so a compiler may trace it. Activation checkpointing re-runs blocks, not the model, and
+    therefore draws the same numbers again.
+    """
+
+    def __init__(self, layers: list[Layer], recipe: Recipe) -> None:
+        self.layers = layers
+        self.recipe = recipe
+        self.is_attached = False
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        if self.recipe.needs_clock and not self.is_attached:
+            raise RuntimeError(
+                f"this model was sparsified with {self.recipe.name}, whose schedule or decay runs on the optimizer, but no "
+                "optimizer is attached: "
+                "call run.attach(optimizer, total_steps=...) before training."
+            )
+        if self.recipe.is_random:
+            torch._foreach_add_([layer.state["counter"] for layer in self.layers], 1)
+
+
+@dataclass(eq=False)
+class _Attachment:
+    """One optimizer, the layers it updates, and their common clock."""
+
+    optimizer: torch.optim.Optimizer
+    layers: list[LayerHandle]
+    total_steps: int | None
+    step: int = 0
+    memory: dict[str, Any] = field(default_factory=dict)
+    scheduled: dict[str, float] = field(default_factory=dict)
+    """Scalars as last set; only changes are written."""
+    is_running: bool = False
+    """Between a pre-hook that let the update through and its post-hook."""
+    masks: dict[str, Tensor] = field(default_factory=dict)
+    """Masks before an update whose flips are measured."""
+
+    @property
+    def clock(self) -> Clock:
+        return Clock(self.step, self.total_steps)
+
+    @property
+    def live_layers(self) -> list[LayerHandle]:
+        return [layer for layer in self.layers if layer.is_live]
+
+
+class Run:
+    """Handle of a sparse model: attach optimizers, read statistics, save and load the run's state."""
+
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, modules: dict[str, SparseModule], skipped: dict[str, str], seed: int
+    ) -> None:
+        self.recipe = recipe
+        self.skipped = skipped
+        """Layers (or products of layers) that stayed dense: name to reason."""
+        self.seed = seed
+        self._layers = {name: LayerHandle(name, module, layer_of(module)) for name, module in modules.items()}
+        self._hook = _BeforeForward([handle.layer for handle in self._layers.values()], recipe)
+        self._attachments: list[_Attachment] = []
+        self._stats_every = 1
+        self._check_finite = True
+        self._flips: dict[str, Tensor] = {}
+        model.register_forward_pre_hook(self._hook)
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the sparse layers."""
+        return list(self._layers)
+
+    @property
+    def step(self) -> int:
+        """Updates done (by the first attached optimizer)."""
+        return self._attachments[0].step if self._attachments else 0
+
+    def __repr__(self) -> str:
+        attached = f"step {self.step}" if self._attachments else "not attached"
+        counts = f"{len(self._layers)} sparse layers, {len(self.skipped)} skipped"
+        return f"Run({self.recipe.name} {self.recipe.pattern}, {counts}, {attached})"
+
+    # ---- the clock ----
+
+    def attach(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_steps: int | None = None,
+        *,
+        stats_every: int = 10,
+        check_finite: bool = True,
+    ) -> Run:
+        """Put the step clock on an optimizer. Call once per optimizer that updates sparse layers, before training.
+
+        ``total_steps`` is the planned number of updates; recipes with a schedule need it. Flip rates are measured at
+        every ``stats_every``-th update (0: never). ``check_finite`` stops before an update whose gradients hold NaN or
+        Inf; it waits for the device once per update.
+        """
+        optimizer = _unwrap(optimizer)
+        self._check_attachable(optimizer, total_steps, stats_every)
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        layers = [handle for handle in self._layers.values() if handle.is_live and id(handle.parameter) in owned]
+        if not layers:
+            raise ValueError(
+                f"this {type(optimizer).__name__} updates none of the run's {len(self._layers)} sparse layers: build it "
+                "from model.parameters() after sparsify_."
+            )
+        for other in self._attachments:
+            shared = next((layer.name for layer in layers if layer in other.layers), None)
+            if shared is not None:
+                raise ValueError(f"{shared} is updated by two attached optimizers; a layer follows one clock.")
+        attachment = _Attachment(optimizer, layers, total_steps)
+        self.recipe.on_attach(self._update(attachment))
+        self._set_time(attachment)
+        self._stats_every, self._check_finite = stats_every, check_finite
+        self._attachments.append(attachment)
+        self._hook.is_attached = True
+        optimizer.register_step_pre_hook(lambda _, args, kwargs: self._before_step(attachment, args, kwargs))
+        optimizer.register_step_post_hook(lambda *_: self._after_step(attachment))
+        return self
+
+    def _check_attachable(self, optimizer: torch.optim.Optimizer, total_steps: int | None, stats_every: int) -> None:
+        if any(attachment.optimizer is optimizer for attachment in self._attachments):
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} is attached already; attach once, or the clock would tick twice per update."
+            )
+        needs = recipe_info(self.recipe).needs if self.recipe.name else ()
+        for need in needs:
+            if not hasattr(optimizer, need):
+                raise TypeError(
+                    f"{self.recipe.name} needs an optimizer with {need}(), which {type(optimizer).__name__} lacks: use "
+                    "nmsparse.StepAdamW in its place."
+                )
+        if total_steps is not None and total_steps < 1:
+            raise ValueError(f"total_steps is the planned number of updates, at least 1, got {total_steps!r}.")
+        if total_steps is None and self.recipe.needs_total_steps:
+            raise ValueError(
+                f"{self.recipe.name} plans over the whole run: pass the number of updates, run.attach(optimizer, "
+                "total_steps=...)."
+            )
+        if stats_every < 0:
+            raise ValueError(f"stats_every counts updates, 0 to switch measuring off, got {stats_every!r}.")
+
+    def _update(self, attachment: _Attachment) -> OptimizerUpdate:
+        layers = attachment.live_layers
+        grad_scale = getattr(attachment.optimizer, "grad_scale", None)
+        for layer in layers:
+            layer.grad_scale = grad_scale
+        return OptimizerUpdate(
+            attachment.clock, layers, len(layers) == len(self._layers), attachment.optimizer, attachment.memory
+        )
+
+    def _set_time(self, attachment: _Attachment) -> None:
+        """Write the scheduled scalars and the random counters of the coming update."""
+        layers = attachment.live_layers
+        for name, value in self.recipe.schedule(attachment.clock).items():
+            if attachment.scheduled.get(name) != value:
+                fill([layer.state[name] for layer in layers], value)
+                attachment.scheduled[name] = value
+        if self.recipe.is_random:
+            fill([layer.state["counter"] for layer in layers], hash_integers(self.seed, attachment.step, _rank()))
+
+    @torch.no_grad()
+    def _before_step(self, attachment: _Attachment, args: Any, kwargs: dict[str, Any]) -> None:
+        layers = attachment.live_layers
+        # a fused optimizer under GradScaler is stepped on overflow too, and then changes nothing
+        found_inf = getattr(attachment.optimizer, "found_inf", None)
+        attachment.is_running = bool(layers) and not (found_inf is not None and float(found_inf) > 0)
+        if not attachment.is_running:
+            return
+        if self.recipe.needs_clock and (any(callable(arg) for arg in args[1:]) or kwargs.get("closure") is not None):
+            raise ValueError(
+                f"{self.recipe.name} changes gradients before the update, but a closure computes them anew inside step(): "
+                "call step() without a closure."
+            )
+        if attachment.step == 0:
+            self._check_all_attached()
+        update = self._update(attachment)
+        bad = find_non_finite(layers) if self._check_finite else None
+        if bad is not None:
+            attachment.is_running = False
+            raise FloatingPointError(
+                f"{bad.name}: its gradient holds NaN or Inf at update {attachment.step}; nothing was changed. Lower the "
+                "learning rate, clip, or use a GradScaler."
+            )
+        self.recipe.before_update(update)
+        if self._is_measured(attachment):
+            attachment.masks = {layer.name: mask for layer in layers if (mask := self._mask(layer)) is not None}
+
+    @torch.no_grad()
+    def _after_step(self, attachment: _Attachment) -> None:
+        if not attachment.is_running:
+            return
+        attachment.is_running = False
+        attachment.step += 1
+        self.recipe.after_update(self._update(attachment))
+        self._set_time(attachment)
+        for layer in attachment.live_layers:
+            before = attachment.masks.get(layer.name)
+            after = self._mask(layer) if before is not None else None
+            if before is not None and after is not None:
+                self._flips[layer.name] = flip_rate(before, after)
+        attachment.masks = {}
+
+    def _check_all_attached(self) -> None:
+        attached = {layer.name for attachment in self._attachments for layer in attachment.layers}
+        missing = [name for name, handle in self._layers.items() if handle.is_live and name not in attached]
+        if missing and self.recipe.needs_clock:
+            raise RuntimeError(
+                f"{missing[0]} ({len(missing)} in all) is sparse but no attached optimizer updates it: attach its optimizer "
+                "too, or exclude it."
+            )
+
+    def _is_measured(self, attachment: _Attachment) -> bool:
+        if not self._stats_every:
+            return False
+        changes = self.recipe.mask_changes_at(attachment.step + 1)
+        return attachment.step % self._stats_every == 0 if changes is None else changes
+
+    def _mask(self, layer: LayerHandle) -> Tensor | None:
+        mask = self.recipe.mask(layer.weight, layer.state)
+        return mask.clone() if mask is not None and mask is layer.state.get("mask") else mask
+
+    # ---- telemetry ----
+
+    @torch.no_grad()
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers, per layer and in total, as of the last update.
+
+        ``density`` is the share of non-zeros that `output` sees in training; ``flip_rate`` the share of mask bits that
+        one update changed, measured at the last measured update (None before); ``mask_changes`` the same as a count.
+        """
+        layers: dict[str, dict[str, Any]] = {}
+        for name, handle in self._layers.items():
+            if handle.is_live:
+                layers[name] = self._layer_stats(handle)
+        total = _totals(layers)
+        for attachment in self._attachments:
+            samples, count = attachment.memory.get("samples"), attachment.memory.get("count", 0)
+            if samples is not None and count:
+                total["variance_change"] = float(samples[(count - 1) % len(samples)])
+            if attachment.memory.get("switched_at") is not None:
+                total["switched_at"] = attachment.memory["switched_at"]
+        return {
+            "step": self.step,
+            "recipe": self.recipe.name,
+            "pattern": str(self.recipe.pattern),
+            "total": total,
+            "layers": layers,
+        }
+
+    def _layer_stats(self, handle: LayerHandle) -> dict[str, Any]:
+        seen = self.recipe.output_weight(handle.weight, handle.state)
+        flips = self._flips.get(handle.name)
+        rate = None if flips is None else float(flips)
+        return {
+            "entries": seen.numel(),
+            "density": float((seen != 0).sum()) / max(seen.numel(), 1),
+            "flip_rate": rate,
+            "mask_changes": None if rate is None else round(rate * seen.numel()),
+            **self.recipe.describe(handle.state),
+        }
+
+    # ---- state ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that is not a function of the weights and of the optimizer's own state; tensors and plain values."""
+        layers = {name: {key: _to_saved(value) for key, value in handle.state.items()} for name, handle in self._layers.items()}
+        optimizers = [{"step": a.step, "total_steps": a.total_steps, "memory": dict(a.memory)} for a in self._attachments]
+        return {
+            "version": VERSION,
+            "recipe": _describe(self.recipe),
+            "seed": self.seed,
+            "optimizers": optimizers,
+            "layers": layers,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken. Attach the optimizers first; nothing changes if anything differs."""
+        self._check_loadable(state)
+        for name, saved in state["layers"].items():
+            own = self._layers[name].state
+            for key, value in saved.items():
+                own[key].copy_(_from_saved(value, own[key]))
+        for attachment, saved in zip(self._attachments, state["optimizers"], strict=True):
+            attachment.step = saved["step"]
+            attachment.memory.clear()
+            attachment.memory.update({key: _on_device_of(value, attachment) for key, value in saved["memory"].items()})
+            attachment.scheduled.clear()
+        self.seed = state["seed"]
+
+    def _check_loadable(self, state: dict[str, Any]) -> None:
+        if state.get("version") != VERSION:
+            raise ValueError(f"this run state has version {state.get('version')!r}; this nmsparse reads version {VERSION}.")
+        if state["recipe"] != _describe(self.recipe):
+            raise ValueError(
+                f"the saved run used {state['recipe']}, this one uses {_describe(self.recipe)}: build the same recipe to "
+                "continue it."
+            )
+        if len(state["optimizers"]) != len(self._attachments):
+            raise ValueError(
+                f"the saved run had {len(state['optimizers'])} attached optimizers, this one has {len(self._attachments)}: "
+                "attach them before load_state_dict."
+            )
+        if set(state["layers"]) != set(self._layers):
+            odd = sorted(set(state["layers"]) ^ set(self._layers))
+            raise ValueError(
+                f"the saved run and this one differ in their sparse layers ({', '.join(odd[:4])}): use the same targets and "
+                "exclude."
+            )
+        for name, saved in state["layers"].items():
+            own = self._layers[name].state
+            if set(saved) != set(own):
+                raise ValueError(f"{name}: the saved run keeps {sorted(saved)}, this one {sorted(own)}; the state does not fit.")
+            for key, value in saved.items():
+                _from_saved(value, own[key])  # raises where shapes differ, before anything is written
+
+
+def _unwrap(optimizer: Any) -> torch.optim.Optimizer:
+    inner = getattr(optimizer, "optimizer", None)  # accelerate's wrapper
+    optimizer = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"attach takes a torch optimizer, got {type(optimizer).__name__}.")
+    return optimizer
+
+
+def _rank() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return 0
+
+
+def _describe(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as plain values, for checkpoints."""
+    options = {f.name: getattr(recipe, f.name) for f in fields(recipe)}
+    return {"name": recipe.name, **options, "pattern": str(recipe.pattern)}
+
+
+def _to_saved(tensor: Tensor) -> Tensor:
+    return pack_bits(tensor) if tensor.dtype == torch.bool else tensor.detach().clone()
+
+
+def _from_saved(value: Tensor, like: Tensor) -> Tensor:
+    value = value.to(like.device)
+    value = unpack_bits(value, like.shape) if like.dtype == torch.bool else value
+    if value.shape != like.shape:
+        raise ValueError(f"a saved state of shape {tuple(value.shape)} does not fit this layer's {tuple(like.shape)}.")
+    return value
+
+
+def _on_device_of(value: Any, attachment: _Attachment) -> Any:
+    return value.to(attachment.layers[0].parameter.device, copy=True) if isinstance(value, Tensor) else value
+
+
+def _totals(layers: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Means weighted by size; sums of counts."""
+    entries = sum(layer["entries"] for layer in layers.values())
+    measured = [layer for layer in layers.values() if layer["flip_rate"] is not None]
+    share = sum(layer["entries"] for layer in measured)
+    return {
+        "entries": entries,
+        "density": sum(layer["density"] * layer["entries"] for layer in layers.values()) / max(entries, 1),
+        "flip_rate": sum(layer["flip_rate"] * layer["entries"] for layer in measured) / share if share else None,
+        "mask_changes": sum(layer["mask_changes"] for layer in measured) if measured else None,
+    }
