@@ -51,7 +51,8 @@ class LayerHandle:
         grad = self.module.weight.grad
         if grad is None:
             return None
-        wide = self.view(grad).float()
+        wide = self.view(grad)
+        wide = wide if wide.dtype == torch.float64 else wide.float()
         return wide if self.grad_scale is None else wide / self.grad_scale.to(wide.device)
 
     def add_to_gradient(self, term: Tensor) -> None:

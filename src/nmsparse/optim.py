@@ -15,6 +15,7 @@ from torch.optim.adamw import adamw
 
 from nmsparse.kernels import frozen_adamw_kernel
 
+FROZEN_OPTIONS = ("freeze", "eps_inside", "max_update", "floor_quantile")
 QUANTILE_SAMPLE = 1 << 20
 """A low quantile of more entries than this is estimated from an even sample."""
 
@@ -55,11 +56,18 @@ class StepAdamW(torch.optim.AdamW):
         if not 0 <= floor_quantile < 1:
             raise ValueError(f"floor_quantile must be at least 0 and below 1, got {floor_quantile!r}.")
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach, fused=fused)
-        own = {"freeze": freeze, "eps_inside": eps_inside, "max_update": max_update, "floor_quantile": floor_quantile}
-        self.defaults.update(own)
+        self.defaults.update(freeze=freeze, eps_inside=eps_inside, max_update=max_update, floor_quantile=floor_quantile)
+        self._fill_options()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._fill_options()
+
+    def _fill_options(self) -> None:
+        """Groups from the constructor or from a checkpoint of plain AdamW know nothing of the frozen phase."""
         for group in self.param_groups:
-            for name, value in own.items():
-                group.setdefault(name, value)
+            for name in FROZEN_OPTIONS:
+                group.setdefault(name, self.defaults[name])
 
     @torch.no_grad()
     def freeze_variance(self, params: Iterable[Tensor]) -> None:
@@ -78,6 +86,8 @@ class StepAdamW(torch.optim.AdamW):
                     "freeze_variance."
                 )
         for p in params:
+            if self.is_frozen(p):
+                continue
             group, state = groups[id(p)], self.state[p]
             taken = float(state["step"])
             # plain floats: tensors in the state would be cast to the parameter's dtype when a checkpoint is loaded

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from nmsparse._update import LayerHandle, OptimizerUpdate, fill, find_non_finite
 from nmsparse.functional import flip_rate, hash_integers, pack_bits, unpack_bits
-from nmsparse.nn import Layer, RemovedWithSparsity, SparseModule, Targets, convert_, layer_of
+from nmsparse.nn import Layer, Permuted, RemovedWithSparsity, SparseModule, Targets, convert_, layer_of
 from nmsparse.recipes import Clock, Recipe, recipe_info
 
 VERSION = 1
@@ -46,8 +46,8 @@ def sparsify_(
         raise TypeError(
             f'recipe must be a recipe such as nmsparse.SSTE("2:4") or nmsparse.recipe("s-ste", "2:4"), got {recipe!r}.'
         )
-    modules, skipped = convert_(model, recipe, targets, exclude, seed)
-    return Run(model, recipe, modules, skipped, seed)
+    modules, skipped, permuted = convert_(model, recipe, targets, exclude, seed)
+    return Run(model, recipe, modules, skipped, permuted, seed)
 
 
 class _BeforeForward(RemovedWithSparsity):
@@ -57,9 +57,10 @@ class _BeforeForward(RemovedWithSparsity):
     therefore draws the same numbers again.
     """
 
-    def __init__(self, layers: list[Layer], recipe: Recipe) -> None:
+    def __init__(self, layers: list[Layer], recipe: Recipe, permuted: Permuted) -> None:
         self.layers = layers
         self.recipe = recipe
+        self.permuted = permuted
         self.is_attached = False
 
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -73,6 +74,9 @@ class _BeforeForward(RemovedWithSparsity):
             )
         if self.recipe.is_random:
             torch._foreach_add_([layer.state["counter"] for layer in self.layers], 1)
+
+    def undo(self) -> None:
+        self.permuted.undo_()
 
 
 @dataclass(eq=False)
@@ -104,14 +108,20 @@ class Run:
     """Handle of a sparse model: attach optimizers, read statistics, save and load the run's state."""
 
     def __init__(
-        self, model: nn.Module, recipe: Recipe, modules: dict[str, SparseModule], skipped: dict[str, str], seed: int
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        modules: dict[str, SparseModule],
+        skipped: dict[str, str],
+        permuted: Permuted,
+        seed: int,
     ) -> None:
         self.recipe = recipe
         self.skipped = skipped
         """Layers (or products of layers) that stayed dense: name to reason."""
         self.seed = seed
         self._layers = {name: LayerHandle(name, module, layer_of(module)) for name, module in modules.items()}
-        self._hook = _BeforeForward([handle.layer for handle in self._layers.values()], recipe)
+        self._hook = _BeforeForward([handle.layer for handle in self._layers.values()], recipe, permuted)
         self._attachments: list[_Attachment] = []
         self._stats_every = 1
         self._check_finite = True
@@ -319,7 +329,10 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """Everything that is not a function of the weights and of the optimizer's own state; tensors and plain values."""
         layers = {name: {key: _to_saved(value) for key, value in handle.state.items()} for name, handle in self._layers.items()}
-        optimizers = [{"step": a.step, "total_steps": a.total_steps, "memory": dict(a.memory)} for a in self._attachments]
+        optimizers = [
+            {"step": a.step, "total_steps": a.total_steps, "memory": {k: _copied(v) for k, v in a.memory.items()}}
+            for a in self._attachments
+        ]
         return {
             "version": VERSION,
             "recipe": _describe(self.recipe),
@@ -400,6 +413,10 @@ def _from_saved(value: Tensor, like: Tensor) -> Tensor:
     if value.shape != like.shape:
         raise ValueError(f"a saved state of shape {tuple(value.shape)} does not fit this layer's {tuple(like.shape)}.")
     return value
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _on_device_of(value: Any, attachment: _Attachment) -> Any:

@@ -30,7 +30,8 @@ def matmul_fp8(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         return torch._scaled_mm(qa.contiguous(), column_major, scale_a=1 / sa, scale_b=1 / sb, out_dtype=torch.bfloat16)
     # fp16 would overflow on products of e5m2 values; bf16 operands still accumulate in fp32
     wide = torch.bfloat16 if a.dtype == torch.bfloat16 else torch.float32
-    return ((qa.to(wide) @ qb.to(wide)).float() / (sa * sb)).to(a.dtype)
+    # one scale after the other: their product overflows for two small operands
+    return ((qa.to(wide) @ qb.to(wide)).float() / sa / sb).to(a.dtype)
 
 
 def _runs_on_tensor_cores(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:

@@ -37,7 +37,10 @@ def _certain(magnitude: Tensor, pattern: Pattern, axis: int) -> tuple[Tensor, Te
     slots = torch.arange(pattern.n, 0, -1, device=magnitude.device).view(shape)
     fits = slots * ordered.narrow(axis, 0, pattern.n) <= rest
     # the last slot always fits (an entry is never larger than a sum that contains it)
-    certain = (~fits).to(torch.int8).cumprod(axis).sum(axis, keepdim=True).clamp(max=pattern.n - 1)
+    certain = (~fits).to(torch.int8).cumprod(axis).sum(axis, keepdim=True)
+    # with at most N non-zeros all are certain; the rounding of the sums above must not decide
+    non_zeros = (magnitude != 0).sum(axis, keepdim=True)
+    certain = torch.where(non_zeros <= pattern.n, non_zeros, certain).clamp(max=pattern.n - 1)
     return magnitude_rank(magnitude, axis) < certain, pattern.n - certain
 
 
@@ -80,8 +83,8 @@ def mvue(
     """An unbiased sample of ``x`` with at most N non-zeros in every group of M, of least variance; exact for any N:M.
 
     ``uniform`` (one number in [0, 1) per group, laid out like ``x`` with ``dim`` divided by M) replaces the generator.
-    Groups with at most N non-zeros pass unchanged. A group with a NaN or an infinity becomes NaN in its N largest
-    entries, so that a loss scaler sees it.
+    Groups with at most N non-zeros pass unchanged. A group whose magnitudes have no finite sum (a NaN, an infinity, an
+    overflow) becomes NaN in its N largest entries, so that a loss scaler sees it.
     """
     pattern = Pattern(pattern)
     groups, axis = to_groups(x, pattern, dim)
@@ -135,7 +138,8 @@ def _draw(magnitude: Tensor, u: Tensor, axis: int) -> Tensor:
     """One-hot choice of an entry with probability in proportion to its magnitude; none if all are 0."""
     upper = group_cumsum(magnitude, axis)
     point = u * upper.narrow(axis, magnitude.shape[axis] - 1, 1)
-    return (point < upper) & (point >= upper - magnitude) & (((point < upper) & (magnitude > 0)).cumsum(axis) == 1)
+    above = (point < upper) & (magnitude > 0)
+    return above & (above.cumsum(axis) == 1)
 
 
 def _two_draw_probability(magnitude: Tensor, total: Tensor, axis: int) -> Tensor:
@@ -157,8 +161,7 @@ def _sums_without(x: Tensor, axis: int) -> Tensor:
 
 
 def _spread_nan(out: Tensor, groups: Tensor, pattern: Pattern, axis: int) -> Tensor:
-    """NaN in the N largest entries of every group that holds a NaN or an infinity."""
-    # the sum of x * 0 is 0 for finite entries and NaN otherwise
-    broken = group_sum(groups * 0, axis).isnan()
+    """NaN in the N largest entries of every group whose sum of magnitudes is not finite."""
+    broken = ~group_sum(groups.abs().to(computing_dtype(groups)), axis).isfinite()
     nan = torch.where(magnitude_rank(groups, axis) < pattern.n, torch.nan, 0).to(out.dtype)
     return torch.where(broken, nan, out)

@@ -14,7 +14,8 @@ def pack(x: Tensor, pattern: str | Pattern) -> tuple[Tensor, Tensor]:
     """Split an N:M tensor (along its last dim) into ``values`` and uint8 ``indices``, both with N entries per group.
 
     Indices ascend inside a group. A group with fewer than N non-zeros is filled with its lowest free positions.
-    :func:`unpack` returns the same bits, except that a negative zero may come back as +0.0.
+    :func:`unpack` returns the same bits, except that a negative zero may come back as +0.0 and a bfloat16 NaN with another
+    payload.
     """
     pattern = Pattern(pattern)
     if x.ndim == 0:

@@ -21,7 +21,8 @@ def sdgp(
     """Keep the N largest magnitudes of every M along ``dim``; with ``rescale`` restore the L1 norm taken over ``over``.
 
     ``over`` defaults to ``dim`` itself: each token keeps its norm, whatever the batch. A convolution passes its pixels,
-    so that each sample and channel keeps its norm, as published. Scaling the gradient scales the result.
+    so that each sample and channel keeps its norm, as published. Scaling the gradient scales the result. With
+    ``rescale``, a NaN or an infinity turns all entries that share its norm into NaN.
     """
     kept = torch.where(magnitude_mask(grad, pattern, dim), grad, 0)
     if not rescale:

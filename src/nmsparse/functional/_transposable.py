@@ -24,13 +24,15 @@ PROJECTIONS = 100
 """Rounds of row, column and capacity projections."""
 BLOCKS_AT_ONCE = 1 << 16
 """Blocks solved together: bounds the memory of the pattern scores and of the exchanges."""
+LARGEST = 1e300
+"""What NaN and infinities count as: above every sane weight, and its sums over a block stay finite."""
 
 
 def transposable_mask(x: Tensor, pattern: str | Pattern) -> Tensor:
     """Bool mask with exactly N true entries in every row and column of every M x M block, of largest kept ``sum |x|``.
 
     ``x`` is (O, ..., I); blocks lie in the plane of its first and last dim. On ties the pattern wins whose bits, read
-    row by row, form the largest number (M <= 4). NaN and infinities count as the largest finite magnitude.
+    row by row, form the largest number (M <= 4). NaN and infinities count as the largest magnitude.
     """
     pattern = Pattern(pattern)
     if x.ndim < 2:
@@ -40,12 +42,17 @@ def transposable_mask(x: Tensor, pattern: str | Pattern) -> Tensor:
     blocks, shape = _to_blocks(x, pattern.m)
     solve = _best_pattern if pattern.m <= ENUMERATED else _entropic_mask
     # float64 scores: float32 sums depend on their order, and TF32 would pick worse patterns
-    masks = [solve(part.abs().double().nan_to_num(), pattern) for part in blocks.split(BLOCKS_AT_ONCE)]
-    return _from_blocks(torch.cat(masks) if masks else blocks.bool(), shape, x.shape)
+    masks = [solve(_finite(part.abs().double()), pattern) for part in blocks.split(BLOCKS_AT_ONCE)]
+    return _from_blocks(torch.cat(masks), shape, x.shape)
+
+
+def _finite(magnitude: Tensor) -> Tensor:
+    """NaN, infinities and everything else above ``LARGEST`` as that value."""
+    return magnitude.nan_to_num(nan=LARGEST).clamp(max=LARGEST)
 
 
 def _to_blocks(x: Tensor, m: int) -> tuple[Tensor, torch.Size]:
-    planes = x.reshape(x.shape[0], -1, x.shape[-1]).movedim(1, 0)
+    planes = x[:, None].flatten(1, -2).movedim(1, 0)
     tiles = planes.unflatten(2, (planes.shape[2] // m, m)).unflatten(1, (planes.shape[1] // m, m)).transpose(2, 3)
     return tiles.reshape(-1, m, m), tiles.shape
 

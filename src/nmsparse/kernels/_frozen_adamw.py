@@ -21,7 +21,7 @@ BLOCK = 1024
 @triton.jit
 def _kernel(
     p_ptr, g_ptr, m_ptr, v_ptr, step_ptr, scale_ptr, inf_ptr, count,
-    lr, log_beta1, beta1, eps, decay, v_scale, v_floor, max_update,
+    lr, log_beta1, new_share, eps, decay, v_scale, v_floor, max_update,
     HAS_SCALE: tl.constexpr, HAS_INF: tl.constexpr, MAXIMIZE: tl.constexpr, EPS_INSIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if HAS_INF:
@@ -37,7 +37,7 @@ def _kernel(
         g = g / tl.load(scale_ptr)
     if MAXIMIZE:
         g = -g
-    m = m + (1.0 - beta1) * (g - m)
+    m = m + new_share * (g - m)
     v = tl.maximum(v * v_scale, v_floor)
     if EPS_INSIDE:
         denominator = tl.sqrt(v + eps)
@@ -53,8 +53,13 @@ def _kernel(
 def _is_dense(*tensors: Tensor) -> bool:
     """All elements in one block of memory, in the same order: a flat walk then visits matching entries."""
     first = tensors[0]
-    dense = first.is_contiguous() or (first.ndim == 4 and first.permute(0, 2, 3, 1).is_contiguous())
-    return dense and all(t.stride() == first.stride() for t in tensors)
+    in_memory_order = first.permute(sorted(range(first.ndim), key=first.stride, reverse=True))
+    return in_memory_order.is_contiguous() and all(t.stride() == first.stride() for t in tensors)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyrefly: ignore
 
 
 def frozen_adamw(
@@ -67,7 +72,8 @@ def frozen_adamw(
     found_inf: Tensor | None,
 ) -> None:
     """Update one parameter in place; ``state`` holds exp_avg, step, frozen_scale and frozen_floor."""
-    momentum, step, beta1 = state["exp_avg"], state["step"], float(group["betas"][0])
+    p, grad, momentum, variance = (_local(t) for t in (p, grad, state["exp_avg"], variance))
+    step, beta1 = state["step"], float(group["betas"][0])
     if not _is_dense(p, momentum, variance):
         raise ValueError(
             f"the fused step needs a parameter in one block of memory, got shape {tuple(p.shape)} with strides "
@@ -75,13 +81,15 @@ def frozen_adamw(
         )
     if grad.stride() != p.stride():
         grad = torch.empty_strided(p.shape, p.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
-    step += 1 if found_inf is None else 1 - found_inf.to(step.device, step.dtype)
+    # GradScaler sums the flag over devices, so it may exceed 1
+    step += 1 if found_inf is None else (found_inf == 0).to(step.device, step.dtype)
     lr = float(group["lr"])
-    _kernel[(triton.cdiv(p.numel(), BLOCK),)](
-        p, grad, momentum, variance, step,
-        step if grad_scale is None else grad_scale, step if found_inf is None else found_inf,
-        p.numel(), lr, math.log(beta1) if beta1 > 0 else -1e30, beta1, group["eps"], 1 - lr * group["weight_decay"],
-        state["frozen_scale"], state["frozen_floor"], group["max_update"] if group["max_update"] is not None else float("inf"),
-        HAS_SCALE=grad_scale is not None, HAS_INF=found_inf is not None,
-        MAXIMIZE=group["maximize"], EPS_INSIDE=group["eps_inside"], BLOCK=BLOCK,
-    )  # fmt: skip
+    scale_or_any, inf_or_any = (step if t is None else t.to(p.device) for t in (grad_scale, found_inf))
+    with torch.cuda.device_of(p):  # Triton launches on the current device, wherever its arguments are
+        _kernel[(triton.cdiv(p.numel(), BLOCK),)](
+            p, grad, momentum, variance, step, scale_or_any, inf_or_any,
+            p.numel(), lr, math.log(beta1) if beta1 > 0 else -1e30, 1 - beta1, group["eps"], 1 - lr * group["weight_decay"],
+            state["frozen_scale"], state["frozen_floor"], float("inf") if group["max_update"] is None else group["max_update"],
+            HAS_SCALE=grad_scale is not None, HAS_INF=found_inf is not None,
+            MAXIMIZE=group["maximize"], EPS_INSIDE=group["eps_inside"], BLOCK=BLOCK,
+        )  # fmt: skip

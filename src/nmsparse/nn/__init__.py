@@ -5,10 +5,12 @@ from typing import Any
 from nmsparse.nn._convert import RemovedWithSparsity, SparseModule, convert_, densify_, freeze_, sparse_modules
 from nmsparse.nn._layer import Layer
 from nmsparse.nn._modules import SparseConv2d, SparseLinear, SparseMixin, effective_weight, layer_of, sparse_class
+from nmsparse.nn._permute import Permuted, permute_channels_
 from nmsparse.nn._targets import Targets
 
 __all__ = [
     "Layer",
+    "Permuted",
     "RemovedWithSparsity",
     "SparseConv2d",
     "SparseLinear",
@@ -20,6 +22,7 @@ __all__ = [
     "effective_weight",
     "freeze_",
     "layer_of",
+    "permute_channels_",
     "sparse_modules",
 ]
 

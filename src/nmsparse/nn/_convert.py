@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from nmsparse.functional import hash_integers
 from nmsparse.nn._layer import Layer
 from nmsparse.nn._modules import SparseMixin, dense_class, sparse_class
+from nmsparse.nn._permute import Permuted, permute_channels_
 from nmsparse.nn._products import wide
 from nmsparse.nn._targets import Targets, select
 from nmsparse.recipes import Recipe
@@ -25,14 +26,14 @@ class RemovedWithSparsity:
     """Base of forward pre-hooks that ``densify_`` and ``freeze_`` take away again."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        raise NotImplementedError  # subclasses answer
+        """Called before every forward of the module."""
+
+    def undo(self) -> None:
+        """Called when ``densify_`` removes the hook."""
 
 
 class _KeepsForward(RemovedWithSparsity):
     """nn.TransformerEncoderLayer reads the weights of its linears in a fused fast path unless one of them has a hook."""
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        return None
 
 
 def sparse_modules(model: nn.Module) -> Iterator[tuple[str, SparseModule]]:
@@ -44,8 +45,8 @@ def sparse_modules(model: nn.Module) -> Iterator[tuple[str, SparseModule]]:
 
 def convert_(
     model: nn.Module, recipe: Recipe, targets: Targets, exclude: Targets | None, seed: int
-) -> tuple[dict[str, SparseModule], dict[str, str]]:
-    """Swap the selected layers in place; return them by name, and the reasons of those that stay dense."""
+) -> tuple[dict[str, SparseModule], dict[str, str], Permuted]:
+    """Swap the selected layers in place; return them by name, the reasons of those that stay dense, and what was reordered."""
     _check_model(model)
     selection = select(model, targets, exclude)
     owners = _owners(model)
@@ -65,8 +66,12 @@ def convert_(
         raise ValueError(
             f"no layer of this {type(model).__name__} can be made sparse with {recipe.name} {recipe.pattern}: {reasons}."
         )
+    permuted = Permuted()
+    if recipe.permutes_channels:
+        permuted = permute_channels_(model, {name: selection.layers[name] for name in records}, recipe.pattern)
+        skipped.update({f"{name} (permutation)": why for name, why in permuted.skipped.items()})
     _init_states(records, selection.layers)
-    return _swap(model, records, selection.layers), skipped
+    return _swap(model, records, selection.layers), skipped, permuted
 
 
 def _check_model(model: nn.Module) -> None:
@@ -162,13 +167,8 @@ def _swap(model: nn.Module, records: dict[str, Layer], modules: dict[str, nn.Mod
 
 def densify_(model: nn.Module) -> nn.Module:
     """Undo a conversion: the dense master weights in plain modules, as if nothing had happened. Returns the model."""
-    for _, module in sparse_modules(model):
-        module.__class__ = dense_class(type(module))  # pyrefly: ignore
-        del module._nmsparse
-    for module in model.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, RemovedWithSparsity):
-                del module._forward_pre_hooks[key]
+    for hook in _strip(model):
+        hook.undo()
     return model
 
 
@@ -179,4 +179,19 @@ def freeze_(model: nn.Module) -> nn.Module:
         layer = module._nmsparse
         view = module.view_weight(module.weight.detach())
         view.copy_(layer.recipe.final_weight(wide(view), layer.state) + 0.0)  # -0.0 + 0.0 is +0.0
-    return densify_(model)
+    _strip(model)  # channels stay in their new order: undoing it would break the pattern just baked
+    return model
+
+
+def _strip(model: nn.Module) -> list[RemovedWithSparsity]:
+    """Turn sparse modules back into plain ones; return the hooks that were taken away."""
+    for _, module in sparse_modules(model):
+        module.__class__ = dense_class(type(module))  # pyrefly: ignore
+        del module._nmsparse
+    removed: list[RemovedWithSparsity] = []
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, RemovedWithSparsity):
+                del module._forward_pre_hooks[key]
+                removed.append(hook)
+    return removed

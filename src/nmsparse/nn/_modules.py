@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -77,10 +77,11 @@ class SparseConv2d(SparseMixin, nn.Conv2d):
         """Padding as two symmetric numbers of zeros; anything else is applied to the input."""
         if self.padding == "valid":
             return x, (0, 0)
-        if self.padding_mode == "zeros" and not isinstance(self.padding, str):
-            return x, cast(tuple[int, ...], self.padding)
-        mode: Literal["constant"] | str = "constant" if self.padding_mode == "zeros" else self.padding_mode
-        return F.pad(x, self._reversed_padding_repeated_twice, mode=mode), (0, 0)
+        left, right, top, bottom = self._reversed_padding_repeated_twice
+        if self.padding_mode == "zeros" and left == right and top == bottom:
+            return x, (top, left)
+        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        return F.pad(x, (left, right, top, bottom), mode=mode), (0, 0)
 
 
 def is_hf_conv1d(kind: type) -> bool:

@@ -161,30 +161,34 @@ class ConvProducts(torch.autograd.Function):
         def rounded(t: Tensor) -> Tensor:
             return _fake_fp8(t, E5M2) if layer.recipe.runs_in_fp8 else t
 
-        grad_x = grad_w = grad_b = None
-        if ctx.needs_input_grad[3]:
+        want_x, want_w, want_b = ctx.needs_input_grad[3], ctx.needs_input_grad[4], ctx.has_bias and ctx.needs_input_grad[5]
+        pruned = sample = grad
+        if training and want_x:
             pruned = _with_channels_last(grad, lambda g: input_grad(layer, training, g, counter))
-            used = _like(weight, backward_weight(layer, training, weight_oi), grad.dtype)
-            grad_x = _conv_backward(rounded(pruned), x, rounded(used), ctx.geometry, 0)
-        if ctx.needs_input_grad[4]:
-            sample = grad
+        if training and want_w:
+            sample = _with_channels_last(grad, lambda g: layer.recipe.grad_weight_grad(g, layer.state, counter))
+        used = _like(weight, backward_weight(layer, training, weight_oi), grad.dtype) if want_x else weight.to(grad.dtype)
+        if layer.recipe.runs_in_fp8 or pruned is not grad or sample is not grad:
+            grad_x = _conv_backward(rounded(pruned), x, rounded(used), ctx.geometry, (want_x, False, False))[0]
+            grad_w = _conv_backward(rounded(sample), rounded(x), used, ctx.geometry, (False, want_w, False))[1]
+            grad_b = grad.sum((0, 2, 3)) if want_b else None
+        else:  # nothing pruned in G: one call, and every bit as the dense layer computes it
+            grad_x, grad_w, grad_b = _conv_backward(grad, x, used, ctx.geometry, (want_x, want_w, want_b))
+        if grad_w is not None:
             if training:
-                sample = _with_channels_last(grad, lambda g: layer.recipe.grad_weight_grad(g, layer.state, counter))
-            product = _conv_backward(rounded(sample), rounded(x), weight.to(grad.dtype), ctx.geometry, 1)
-            if training:
-                product = _like(
-                    weight, layer.recipe.weight_grad(product.permute(0, 2, 3, 1), weight_oi, layer.state), product.dtype
-                )
-            grad_w = product.to(weight.dtype)
-        if ctx.has_bias and ctx.needs_input_grad[5]:
-            grad_b = grad.sum((0, 2, 3))
+                grad_w = _like(weight, layer.recipe.weight_grad(grad_w.permute(0, 2, 3, 1), weight_oi, layer.state), grad_w.dtype)
+            grad_w = grad_w.to(weight.dtype)
         return None, None, None, grad_x, grad_w, grad_b, None
 
 
-def _conv_backward(grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, which: int) -> Tensor:
-    """The gradient of a convolution for its input (0) or its weight (1)."""
+def _conv_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, wanted: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The wanted gradients of a convolution: input, weight, bias."""
     stride, padding, dilation, groups = geometry
-    wanted = [which == 0, which == 1, False]
+    if not any(wanted):
+        return None, None, None
+    bias_sizes = [weight.shape[0]] if wanted[2] else None
     backward = torch.ops.aten.convolution_backward
-    result: Tensor = backward(grad, x, weight, None, stride, padding, dilation, False, [0, 0], groups, wanted)[which]
-    return result
+    gradients = backward(grad, x, weight, bias_sizes, stride, padding, dilation, False, [0, 0], groups, list(wanted))
+    return gradients[0], gradients[1], gradients[2]

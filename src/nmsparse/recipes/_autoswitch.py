@@ -36,7 +36,10 @@ class AutoSwitch:
 
     def sample(self, moments: Iterable[tuple[Tensor, Tensor, float]]) -> Tensor:
         """One value of the statistic (fp32, 0-d) from (gradient, v before the update, beta2) of each layer."""
-        sums = torch.stack([_layer_sums(g, v, beta2) for g, v, beta2 in moments]).sum(0)
+        parts = [_layer_sums(g, v, beta2) for g, v, beta2 in moments]
+        sums = torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
+        if hasattr(sums, "full_tensor"):  # sharded weights: sum over ranks, so that all of them decide alike
+            sums = sums.full_tensor()
         change, log_change, moved, count, before_sq, after_sq, after_l1 = sums.unbind()
         if self.statistic == "arithmetic":
             return (change / count).float()

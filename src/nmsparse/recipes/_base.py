@@ -153,6 +153,11 @@ class Recipe:
         return False
 
     @property
+    def permutes_channels(self) -> bool:
+        """Reorder channels at conversion so that the pattern keeps more weight."""
+        return False
+
+    @property
     def needs_clock(self) -> bool:
         """Training without ``run.attach`` would silently leave something out."""
         return any(

@@ -14,6 +14,8 @@ def check_decay(decay: float) -> None:
 
 
 def add_decay(layer: LayerUpdate, mask: Tensor, decay: float) -> None:
-    """gradient += decay * (1 - mask) * W, in fp32."""
+    """gradient += decay * (1 - mask) * W, in fp32 (fp64 for fp64 weights)."""
     if decay:
-        layer.add_to_gradient(torch.where(mask, 0, layer.weight.float()) * decay)
+        weight = layer.weight
+        wide = weight.dtype if weight.dtype == torch.float64 else torch.float32
+        layer.add_to_gradient(torch.where(mask, 0, weight.to(wide)) * decay)

@@ -40,6 +40,10 @@ class ASP(Recipe):
             )
 
     @property
+    def permutes_channels(self) -> bool:
+        return self.permute
+
+    @property
     def sparse_products(self) -> tuple[str, ...]:
         return (OUTPUT,)
 

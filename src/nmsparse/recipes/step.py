@@ -55,7 +55,7 @@ class STEP(Recipe):
         if isinstance(self.switch, str):
             if self.switch != "auto":
                 raise ValueError(f'switch is "auto", a number of updates or a fraction of the run, got {self.switch!r}.')
-        elif self.switch <= 0 or (isinstance(self.switch, float) and self.switch > 1):
+        elif not self.switch > 0 or (isinstance(self.switch, float) and self.switch > 1):
             raise ValueError(
                 f"switch = {self.switch!r} leaves no dense phase to estimate Adam's variance in; use at least 1 update or a "
                 "fraction up to 1."
@@ -96,14 +96,15 @@ class STEP(Recipe):
             for layer in update.layers:
                 add_decay(layer, magnitude_mask(layer.weight, self.pattern), self.decay)
         elif self.switch == "auto":
-            rule = self._rule(update)
-            rule.record(update.memory, rule.sample(_moments(update)))
+            rule, moments = self._rule(update), _moments(update)
+            if moments:
+                rule.record(update.memory, rule.sample(moments))
 
     def after_update(self, update: Update) -> None:
         if update.memory.get("switched_at") is None and self._is_due(update):
-            update.memory["switched_at"] = update.clock.step
             update.optimizer.freeze_variance([layer.parameter for layer in update.layers])  # pyrefly: ignore
             update.set_scalar("sparse", 1.0)
+            update.memory["switched_at"] = update.clock.step
 
     def _is_due(self, update: Update) -> bool:
         clock: Clock = update.clock

@@ -1,0 +1,190 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import nmsparse.functional as F
+from nmsparse.functional._random import counter_bits
+
+WORDS = st.integers(-(2**31), 2**31 - 1)
+MASK = 0xFFFFFFFF
+
+
+def mix(h):
+    h ^= h >> 16
+    h = h * 0x7FEB352D & MASK
+    h ^= h >> 15
+    h = h * 0x846CA68B & MASK
+    return h ^ h >> 16
+
+
+def word(element, stream, counter):
+    """The 32 random bits of one element, in Python integers."""
+    return mix(mix(element ^ stream * 0x9E3779B9 & MASK) ^ counter * 0x85EBCA6B & MASK)
+
+
+def correlation(a, b):
+    return torch.corrcoef(torch.stack([a.double(), b.double()]))[0, 1].item()
+
+
+@given(WORDS, WORDS)
+def test_numbers_are_the_documented_hash(stream, counter):
+    expected = [(word(element, stream, counter) >> 8) * 2.0**-24 for element in range(16)]
+    assert F.counter_uniform((16,), stream, counter).tolist() == expected
+
+
+def test_numbers_do_not_change_between_releases():
+    assert F.hash_integers(1, 2, 3) == -684549662
+    assert (F.counter_uniform((3,), 12345, 678) * 2**24).int().tolist() == [4716544, 6642461, 12675605]
+
+
+@given(WORDS, WORDS)
+def test_the_same_key_gives_the_same_numbers(stream, counter):
+    assert torch.equal(F.counter_uniform((3, 5), stream, counter), F.counter_uniform((3, 5), stream, counter))
+
+
+@given(WORDS, WORDS)
+def test_tensors_and_python_integers_are_one_key(stream, counter):
+    expected = F.counter_uniform((33,), stream, counter)
+    for dtype in (torch.int32, torch.int64):
+        as_tensors = F.counter_uniform((33,), torch.tensor(stream, dtype=dtype), torch.tensor(counter, dtype=dtype))
+        assert torch.equal(as_tensors, expected)
+    assert torch.equal(F.counter_uniform((33,), stream, torch.tensor([counter], dtype=torch.int32)), expected)
+
+
+@given(WORDS, WORDS)
+def test_keys_count_modulo_two_to_the_thirty_two(stream, counter):
+    assert torch.equal(F.counter_uniform((9,), stream + 2**32, counter - 2**32), F.counter_uniform((9,), stream, counter))
+
+
+def test_global_random_state_is_neither_read_nor_moved():
+    state = torch.get_rng_state()
+    first = F.counter_uniform((64,), 1, 1)
+    torch.manual_seed(99)
+    second = F.counter_uniform((64,), 1, 1)
+    torch.set_rng_state(state)
+    assert torch.equal(first, second)
+
+
+def test_the_shape_only_folds_the_sequence():
+    flat = F.counter_uniform((24,), 3, 4)
+    assert torch.equal(F.counter_uniform((2, 3, 4), 3, 4), flat.view(2, 3, 4))
+    assert torch.equal(F.counter_uniform((10,), 3, 4), flat[:10])
+    assert F.counter_uniform((), 3, 4).item() == flat[0].item()
+    assert F.counter_uniform((0, 4), 3, 4).shape == (0, 4)
+
+
+def test_numbers_are_multiples_of_two_to_the_minus_twenty_four_below_one():
+    u = F.counter_uniform((1 << 16,), 5, 6)
+    assert u.dtype == torch.float32
+    assert (u >= 0).all()
+    assert (u < 1).all()
+    assert torch.equal(u * 2**24, (u * 2**24).round())
+    assert ((u * 2**24).int() % 2).double().mean().item() == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize(("stream", "counter"), [(0, 0), (1, 0), (0, 1), (F.hash_integers(7, 8), 123), (-1, -1)])
+def test_numbers_are_uniform(stream, counter):
+    count = 1 << 18
+    u = F.counter_uniform((count,), stream, counter).double()
+    assert u.mean().item() == pytest.approx(0.5, abs=4 * math.sqrt(1 / 12 / count))
+    assert u.var().item() == pytest.approx(1 / 12, rel=0.01)
+    ordered = u.sort().values
+    steps = torch.arange(count, dtype=torch.float64) / count
+    # Kolmogorov-Smirnov distance at the 0.01 % level
+    assert (ordered - steps).abs().max().item() < 2.23 / math.sqrt(count)
+    bins = torch.bincount((u * 256).long(), minlength=256).double()
+    chi_squared = ((bins - count / 256).square() / (count / 256)).sum().item()
+    assert abs(chi_squared - 255) < 5 * math.sqrt(2 * 255)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((0, 0), (1, 0)),
+        ((0, 0), (0, 1)),
+        ((1, 0), (0, 1)),
+        ((5, 7), (7, 5)),
+        ((3, 100), (3, 101)),
+        ((-1, 2), (1, 2)),
+        ((0, 0), (2**16, 0)),
+    ],
+)
+def test_streams_and_counters_are_uncorrelated(one, other):
+    count = 1 << 17
+    a, b = F.counter_uniform((count,), *one), F.counter_uniform((count,), *other)
+    bound = 5 / math.sqrt(count)
+    assert abs(correlation(a, b)) < bound
+    assert abs(correlation(a[1:], b[:-1])) < bound
+    assert (a == b).sum() < 10
+
+
+def test_neighbouring_elements_are_uncorrelated():
+    u = F.counter_uniform((1 << 17,), 1, 1)
+    for lag in (1, 2, 4, 64, 1024, 4096):
+        assert abs(correlation(u[lag:], u[:-lag])) < 5 / math.sqrt(1 << 17)
+
+
+def test_one_element_is_random_from_counter_to_counter():
+    series = torch.stack([F.counter_uniform((4,), 11, counter) for counter in range(4000)])
+    assert series.mean(0).tolist() == pytest.approx([0.5] * 4, abs=0.025)
+    for element in range(4):
+        assert abs(correlation(series[1:, element], series[:-1, element])) < 0.08
+
+
+def test_no_word_repeats_inside_a_stream():
+    assert counter_bits(1 << 18, 9, 9).unique().numel() == 1 << 18
+
+
+# keys
+
+
+@given(st.lists(st.integers(-(2**40), 2**40), min_size=1, max_size=5))
+def test_keys_are_the_documented_hash_as_int32(values):
+    key, expected = F.hash_integers(*values), 0
+    for value in values:
+        expected = mix((expected ^ value & MASK) * 0x9E3779B9 & MASK)
+    assert key & MASK == expected
+    assert -(2**31) <= key < 2**31
+    assert key == F.hash_integers(*values)
+
+
+def test_order_and_number_of_integers_matter():
+    keys = [F.hash_integers(*values) for values in [(1,), (2,), (1, 2), (2, 1), (1, 2, 3), (3, 2, 1), (1, 1), (1, 2, 0)]]
+    assert len(set(keys)) == len(keys)
+
+
+def test_small_integers_give_keys_all_over_the_range():
+    keys = {F.hash_integers(seed, layer) for seed in range(64) for layer in range(64)}
+    assert len(keys) == 64 * 64
+    assert sum(key < 0 for key in keys) / len(keys) == pytest.approx(0.5, abs=0.04)
+
+
+# permutations
+
+
+@given(st.integers(0, 100), WORDS, WORDS)
+def test_every_index_occurs_once(count, stream, counter):
+    order = F.counter_permutation(count, stream, counter)
+    assert order.dtype == torch.int64
+    assert sorted(order.tolist()) == list(range(count))
+    assert torch.equal(order, F.counter_permutation(count, stream, counter))
+
+
+def test_permutations_sort_the_hash():
+    signed = [(value ^ 1 << 31) - (1 << 31) for value in (word(element, 4, 5) for element in range(20))]
+    assert F.counter_permutation(20, 4, 5).tolist() == sorted(range(20), key=signed.__getitem__)
+
+
+def test_other_keys_give_other_permutations():
+    orders = {tuple(F.counter_permutation(16, stream, counter).tolist()) for stream in range(10) for counter in range(10)}
+    assert len(orders) == 100
+
+
+def test_every_place_is_equally_likely():
+    first = torch.stack([F.counter_permutation(8, 21, counter) for counter in range(4000)])
+    for place in range(8):
+        counts = torch.bincount(first[:, place], minlength=8).double()
+        assert ((counts - 500).square() / 500).sum().item() < 30  # chi squared with 7 degrees of freedom, 0.01 % level

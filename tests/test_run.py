@@ -1,0 +1,331 @@
+"""The step clock: decay terms, schedules, telemetry, state, and what goes wrong with a clear sentence."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from toys import make_data, make_net, start, train
+
+import nmsparse as nm
+from nmsparse.functional import magnitude_mask
+
+
+def decayed(
+    accumulate: int = 1, scale: float | None = None, clip: float | None = None, fused: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights before and after one SGD step of learning rate 1 whose data gradient is zero."""
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 8, bias=False)
+    run = nm.sparsify_(layer, nm.SRSTE("2:4", decay=2e-4))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0, fused=fused)
+    run.attach(optimizer)
+    before = layer.weight.detach().clone()
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+    for _ in range(accumulate):
+        scaler.scale(layer(torch.zeros(4, 16)).sum() / accumulate).backward()
+    if clip is not None:
+        if not fused:
+            scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(layer.parameters(), clip)
+    scaler.step(optimizer)
+    return before, layer.weight.detach()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate": 4},
+        {"scale": 65536.0},
+        {"clip": 1e-9},
+        {"scale": 65536.0, "accumulate": 4, "clip": 1e-9},
+        {"scale": 1024.0, "fused": True},
+    ],
+    ids=str,
+)
+def test_decay_is_unchanged_by_accumulation_scaling_and_clipping(options: dict[str, Any]) -> None:
+    before, after = decayed(**options)
+    kept = magnitude_mask(before, "2:4")
+    assert torch.equal(after[kept], before[kept])
+    torch.testing.assert_close(after[~kept], before[~kept] * (1 - 2e-4), rtol=1.2e-7, atol=0)  # one ulp
+
+
+def test_decay_on_the_weight_is_decoupled_from_the_gradient() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 8, bias=False)
+    run = nm.sparsify_(layer, nm.SRSTE("2:4", decay=0.1, decay_on="weight"))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    run.attach(optimizer)
+    before = layer.weight.detach().clone()
+    layer(torch.zeros(4, 16)).sum().backward()
+    optimizer.step()
+    expected = torch.where(magnitude_mask(before, "2:4"), before, before * 0.95)
+    torch.testing.assert_close(layer.weight.detach(), expected)
+
+
+def test_decay_survives_sixteen_bit_gradients() -> None:
+    layer = nn.Linear(16, 8, bias=False).bfloat16()
+    run = nm.sparsify_(layer, nm.SRSTE("2:4", decay=0.5))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    run.attach(optimizer)
+    before = layer.weight.detach().clone()
+    layer(torch.zeros(4, 16, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    kept = magnitude_mask(before, "2:4")
+    assert torch.equal(layer.weight[kept], before[kept])
+    torch.testing.assert_close(layer.weight[~kept], before[~kept] * 0.5)
+
+
+def test_layer_without_a_gradient_is_left_alone() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(8, 8), "unused": nn.Linear(8, 8)})
+    run = nm.sparsify_(model, nm.SRSTE("2:4"), targets="all")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    run.attach(optimizer)
+    before = model["unused"].weight.detach().clone()
+    model["used"](torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model["unused"].weight, before)
+    assert run.step == 1
+
+
+def test_attaching_twice_is_refused() -> None:
+    model, optimizer, run = start("ste", {})
+    with pytest.raises(RuntimeError, match="attached already"):
+        run.attach(optimizer)
+    assert model is not None
+
+
+def test_optimizer_of_another_model_is_refused() -> None:
+    run = nm.sparsify_(make_net(), nm.STE("2:4"))
+    with pytest.raises(ValueError, match="updates none of the run's 5 sparse layers"):
+        run.attach(torch.optim.SGD(make_net().parameters(), lr=0.1))
+
+
+def test_something_that_is_no_optimizer_is_refused() -> None:
+    run = nm.sparsify_(make_net(), nm.STE("2:4"))
+    with pytest.raises(TypeError, match="torch optimizer, got str"):
+        run.attach("adam")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"total_steps": 0}, "at least 1"), ({"stats_every": -1}, "0 to switch measuring off")]
+)
+def test_senseless_attach_options_are_refused(options: dict[str, Any], message: str) -> None:
+    model = make_net()
+    run = nm.sparsify_(model, nm.STE("2:4"))
+    with pytest.raises(ValueError, match=message):
+        run.attach(torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+def test_several_optimizers_each_drive_their_own_layers() -> None:
+    model = make_net()
+    run = nm.sparsify_(model, nm.SRSTE("2:4", decay=0.1))
+    first = torch.optim.SGD(model.blocks.parameters(), lr=0.1)
+    second = torch.optim.AdamW([*model.embed.parameters(), *model.head.parameters()])
+    run.attach(first)
+    run.attach(second)
+    x, y = make_data()
+    for _ in range(3):
+        (model(x) - y).square().mean().backward()
+        first.step()
+        second.step()
+        model.zero_grad()
+    assert [a.step for a in run._attachments] == [3, 3]
+
+
+def test_layer_that_no_attached_optimizer_updates_is_named_at_the_first_step() -> None:
+    model = make_net()
+    run = nm.sparsify_(model, nm.SRSTE("2:4"))
+    optimizer = torch.optim.SGD(model.blocks.parameters(), lr=0.1)
+    run.attach(optimizer)
+    x, y = make_data()
+    (model(x) - y).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"embed .* no attached optimizer updates it"):
+        optimizer.step()
+
+
+def test_one_layer_cannot_follow_two_optimizers() -> None:
+    model, _, run = start("ste", {})
+    with pytest.raises(ValueError, match="two attached optimizers"):
+        run.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_broken_gradient_stops_before_the_update_and_is_named(value: float) -> None:
+    model, optimizer, run = start("sr-ste", {})
+    x, y = make_data()
+    (model(x) - y).square().mean().backward()
+    model.blocks[1].up.weight.grad[0, 0] = value
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(FloatingPointError, match=r"blocks\.1\.up: its gradient holds NaN or Inf at update 0"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert run.step == 0
+    optimizer.zero_grad()
+    train(model, optimizer, 1, (x, y))  # and training can go on
+    assert run.step == 1
+
+
+def test_finite_check_can_be_switched_off() -> None:
+    model = make_net()
+    run = nm.sparsify_(model, nm.STE("2:4"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.attach(optimizer, check_finite=False)
+    model.embed.weight.grad = torch.full_like(model.embed.weight, math.nan)
+    optimizer.step()
+    assert run.step == 1
+
+
+def test_large_sixteen_bit_gradients_are_not_mistaken_for_overflow() -> None:
+    layer = nn.Linear(256, 256, bias=False).half()
+    run = nm.sparsify_(layer, nm.STE("2:4"))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    run.attach(optimizer)
+    layer.weight.grad = torch.full_like(layer.weight, 60000.0)  # its 2-norm is beyond fp16
+    optimizer.step()
+    assert run.step == 1
+
+
+def test_closure_that_recomputes_gradients_is_refused() -> None:
+    model, optimizer, _ = start("sr-ste", {})
+    with pytest.raises(ValueError, match="closure"):
+        optimizer.step(lambda: model(make_data()[0]).sum())
+
+
+def test_steps_after_densify_leave_the_clock_alone() -> None:
+    model, optimizer, run = start("sr-ste", {"decay": 0.1})
+    train(model, optimizer, 2, make_data())
+    nm.densify_(model)
+    train(model, optimizer, 2, make_data())
+    assert run.step == 2
+
+
+def test_stats_report_density_flips_and_schedule() -> None:
+    model, optimizer, run = start("mask-decay", {})
+    assert run.stats()["total"]["flip_rate"] is None
+    train(model, optimizer, 12, make_data())
+    stats = run.stats()
+    assert stats["step"] == 12
+    assert stats["total"]["density"] == 0.5
+    assert 0 < stats["total"]["flip_rate"] < 0.5
+    layer = stats["layers"]["blocks.0.up"]
+    assert layer["mask_changes"] == round(layer["flip_rate"] * layer["entries"])
+    assert layer["keep"] == 0.0
+    assert sum(item["entries"] for item in stats["layers"].values()) == stats["total"]["entries"]
+
+
+def test_flip_rate_counts_what_one_update_changed() -> None:
+    layer = nn.Linear(4, 1, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[4.0, 3.0, 2.0, 1.0]]))
+    run = nm.sparsify_(layer, nm.STE("2:4"))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    run.attach(optimizer, stats_every=1)
+    layer.weight.grad = torch.tensor([[0.0, 2.0, 0.0, 0.0]])  # 3 -> 1: positions 1 and 2 change places
+    optimizer.step()
+    assert run.stats()["layers"][""]["flip_rate"] == 0.5
+    assert run.stats()["total"]["mask_changes"] == 2
+
+
+def test_measuring_can_be_switched_off() -> None:
+    model = make_net()
+    run = nm.sparsify_(model, nm.STE("2:4"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.attach(optimizer, stats_every=0)
+    train(model, optimizer, 2, make_data())
+    assert run.stats()["total"]["flip_rate"] is None
+
+
+def test_state_of_another_recipe_is_refused_and_nothing_changes() -> None:
+    model, optimizer, run = start("fst", {"refresh": 2})
+    train(model, optimizer, 3, make_data())
+    saved = run.state_dict()
+    _, _, other = start("fst", {"refresh": 3})
+    with pytest.raises(ValueError, match="build the same recipe"):
+        other.load_state_dict(saved)
+    _, _, fewer = start("fst", {"refresh": 2}, blocks=1)
+    with pytest.raises(ValueError, match="differ in their sparse layers"):
+        fewer.load_state_dict(saved)
+    unattached = nm.sparsify_(make_net(), nm.FST("2:4", refresh=2))
+    with pytest.raises(ValueError, match="attach them before load_state_dict"):
+        unattached.load_state_dict(saved)
+    saved["version"] = 99
+    with pytest.raises(ValueError, match="version 99"):
+        run.load_state_dict(saved)
+
+
+def test_saved_masks_are_packed_to_bits() -> None:
+    _, _, run = start("fst", {})
+    for name, state in run.state_dict()["layers"].items():
+        assert state["mask"].dtype == torch.uint8
+        assert state["mask"].numel() * 8 == run._layers[name].weight.numel()
+
+
+def test_random_streams_differ_between_layers_steps_micro_batches_and_seeds() -> None:
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    run = nm.sparsify_(layer, nm.SSTE("2:4"), targets="all", seed=3)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    run.attach(optimizer)
+    streams = {int(handle.state["stream"]) for handle in run._layers.values()}
+    assert len(streams) == 2
+    counters = []
+    for _ in range(3):
+        for _ in range(2):
+            layer(torch.randn(4, 8)).sum().backward()
+            counters.append(int(run._layers["0"].state["counter"]))
+        optimizer.step()
+    assert len(set(counters)) == 6
+    other = nm.sparsify_(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nm.SSTE("2:4"), targets="all", seed=4)
+    assert not streams & {int(handle.state["stream"]) for handle in other._layers.values()}
+
+
+def test_evaluation_draws_no_random_numbers() -> None:
+    model, _, run = start("s-ste", {})
+    before = int(run._layers["embed"].state["counter"])
+    model.eval()
+    model(make_data()[0])
+    model.train()
+    with torch.no_grad():
+        model(make_data()[0])
+    assert int(run._layers["embed"].state["counter"]) == before
+
+
+def test_backward_after_another_forward_keeps_its_own_draws() -> None:
+    """Two forward passes, then their backward passes: each uses the counter of its own forward."""
+    grads = []
+    for interleave in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Linear(8, 8, bias=False)
+        nm.sparsify_(layer, nm.SSTE("2:4"))
+        x = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1))
+        weights = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(2))
+        if interleave:
+            losses = [(layer(x[i]) * weights[i]).sum() for i in range(2)]
+            for loss in losses:
+                loss.backward()
+        else:
+            for i in range(2):
+                (layer(x[i]) * weights[i]).sum().backward()
+        grads.append(layer.weight.grad)
+    assert torch.equal(*grads)
+
+
+def test_repr_tells_what_the_run_is() -> None:
+    _, _, run = start("s-ste", {})
+    assert repr(run) == "Run(s-ste 2:4, 5 sparse layers, 1 skipped, step 0)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sr-ste", "trio"])
+def test_inductor_compiles_the_whole_model(name: str) -> None:
+    data = make_data()
+    eager, optimizer, _ = start(name, {})
+    expected = train(eager, optimizer, 4, data)
+    torch._dynamo.reset()
+    compiled, optimizer, _ = start(name, {})
+    losses = train(torch.compile(compiled, fullgraph=True), optimizer, 4, data)
+    assert losses == pytest.approx(expected, rel=1e-4)
