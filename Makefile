@@ -40,7 +40,7 @@ format: setup
 
 # The GPU machine brings its own torch: use the Python in PATH, not the virtual environment.
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu -p no:cacheprovider
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu -p no:cacheprovider -o addopts=-ra -W ignore::pytest.PytestConfigWarning
 
 bench: setup
 	$(BIN)/python benchmarks/overhead.py

@@ -122,7 +122,9 @@ def _now(device: str) -> float:
     return time.perf_counter()
 
 
-def measure(name: str, options: dict[str, Any], dense: Callable[[], None], device: str, setting: dict[str, int], rounds: int) -> dict[str, Any]:
+def measure(
+    name: str, options: dict[str, Any], dense: Callable[[], None], device: str, setting: dict[str, int], rounds: int
+) -> dict[str, Any]:
     """Alternate dense and sparse; medians over the rounds."""
     recipe = nm.recipe(name, "2:4", **options)
     count = getattr(recipe, "refresh", 10 if device == "cpu" else 30)
@@ -161,17 +163,22 @@ def main() -> None:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA GPU, and torch sees none.")
     setting = SETTINGS[arguments.device]
+    torch._dynamo.config.recompile_limit = 64  # one model per recipe shares a forward; the default limit of 8 would go eager
     dense = make_step("dense", {}, arguments.device, setting, total=1)
     for _ in range(3):
         dense()
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    stamp = {"when": datetime.now(UTC).isoformat(timespec="seconds"), "device": arguments.device, **setting, **machine(arguments.device)}
+    stamp = {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": arguments.device,
+        **setting,
+        **machine(arguments.device),
+    }
     if not arguments.json:
         print("| recipe | dense step, ms | step, ms | ratio |\n|---|---|---|---|")
     for name, options in CASES:
         if arguments.only and name not in arguments.only:
             continue
-        torch._dynamo.reset() if arguments.device == "cuda" else None
         row = {**stamp, **measure(name, options, dense, arguments.device, setting, arguments.rounds)}
         with arguments.output.open("a") as file:
             file.write(json.dumps(row) + "\n")
