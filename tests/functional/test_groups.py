@@ -128,6 +128,11 @@ def test_every_nan_ranks_alike_and_above_infinity(dtype):
     assert F.magnitude_rank(x, 1).tolist() == [[2, 0, 3, 1]]
 
 
+def test_the_payload_of_a_nan_does_not_count():
+    words = torch.tensor([[0x7F800001, 0x7FC00000, 0x7FFFFFFF, -1]], dtype=torch.int32)
+    assert F.magnitude_rank(words.view(torch.float32), 1).tolist() == [[0, 1, 2, 3]]
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_the_smallest_numbers_of_a_dtype_rank_above_zero(dtype):
     tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps

@@ -32,6 +32,14 @@ def test_a_stage_starts_on_its_update_whatever_the_rounding(updates):
             assert torch.equal(staged(x, (first - 1) / updates), F.magnitude_mask(x, SPECS[stage - 1]))
 
 
+def test_rounding_does_not_delay_a_stage():
+    # 22 * (15 / 22) is below 15 in float64
+    x, kept = samples("gaussian", 1, 22), list(range(22, 0, -1))
+    for stage in range(22):
+        mask = F.staged_mask(x, torch.tensor(stage / 22, dtype=torch.float64), kept, [22] * 22)
+        assert mask.sum() == kept[stage]
+
+
 def test_float32_progress_is_read_too():
     x = samples("gaussian", 2, 8)
     assert torch.equal(F.staged_mask(x, torch.tensor(0.5), KEPT, SIZES), F.magnitude_mask(x, "2:4"))

@@ -152,6 +152,7 @@ def test_fp8_output_runs_on_tensor_cores_and_agrees_with_the_emulation() -> None
     assert (fast.float() - exact).norm() < 0.06 * exact.norm()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_recipe_waits_for_the_gpu_in_forward_or_backward() -> None:
     """Synchronisation inside the products would stall every layer of every micro-batch."""
     for name, options in CASES:

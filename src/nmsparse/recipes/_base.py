@@ -39,11 +39,12 @@ class PatternField:
     def __get__(self, owner: object | None, kind: type) -> Pattern:
         if owner is None:
             return Pattern("2:4")
-        value: Pattern = owner.__dict__["pattern"]
+        value: Pattern = owner._pattern  # pyrefly: ignore
         return value
 
     def __set__(self, owner: object, value: str | Pattern) -> None:
-        owner.__dict__["pattern"] = Pattern(value)
+        # another name than the field's: torch 2.11's compiler would look the field up again and never end
+        object.__setattr__(owner, "_pattern", Pattern(value))
 
 
 @dataclass(frozen=True)
