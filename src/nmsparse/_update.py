@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nmsparse.nn import Layer, SparseMixin, SparseModule
-from nmsparse.recipes import Clock, State
+from nmsparse.recipes import Clock, Recipe, State
+
+
+def _mask(recipe: Recipe, state: State, weight: Tensor) -> Tensor | None:
+    return recipe.mask(weight, state)
+
+
+def _add_decay(recipe: Recipe, state: State, weight: Tensor, grad: Tensor, decay: float, scale: Tensor | None) -> None:
+    mask = recipe.mask(weight, state)
+    assert mask is not None, "a recipe that decays pruned weights says which they are"
+    wide = weight.dtype if weight.dtype == torch.float64 else torch.float32
+    term = torch.where(mask, 0, weight.to(wide)) * decay
+    # 16-bit gradients are summed in fp32 and rounded once
+    grad.copy_(grad.to(wide) + (term if scale is None else term * scale))
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+def fast(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
+    """On a GPU the compiled function: outside the model's own graph, dozens of small kernels per layer add up.
+
+    Without Triton there is no compiler for the GPU, and the same function runs as it is.
+    """
+    return _compiled(function) if tensor.is_cuda and find_spec("triton") is not None else function
 
 
 @dataclass(eq=False)
@@ -55,15 +83,17 @@ class LayerHandle:
         wide = wide if wide.dtype == torch.float64 else wide.float()
         return wide if self.grad_scale is None else wide / self.grad_scale.to(wide.device)
 
-    def add_to_gradient(self, term: Tensor) -> None:
+    def decay_pruned(self, decay: float) -> None:
         grad = self.module.weight.grad
-        if grad is None:
-            return
-        view = self.view(grad)
-        if self.grad_scale is not None:
-            term = term * self.grad_scale.to(term.device)
-        # 16-bit gradients are summed in fp32 and rounded once
-        view.copy_(view.to(term.dtype) + term) if view.dtype != term.dtype else view.add_(term)
+        if grad is not None and decay:
+            scale = None if self.grad_scale is None else self.grad_scale.to(grad.device)
+            fast(_add_decay, grad)(self.layer.recipe, self.state, self.weight, self.view(grad), decay, scale)
+
+    def mask(self) -> Tensor | None:
+        """The recipe's mask now, in memory of its own."""
+        mask: Tensor | None = fast(_mask, self.parameter)(self.layer.recipe, self.state, self.weight)
+        is_stored = mask is not None and mask is self.state.get("mask")
+        return self.state["mask"].clone() if is_stored else mask
 
     def mask_gradient(self, mask: Tensor) -> None:
         if self.module.weight.grad is not None:

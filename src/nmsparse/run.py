@@ -248,7 +248,7 @@ class Run:
             )
         self.recipe.before_update(update)
         if self._is_measured(attachment):
-            attachment.masks = {layer.name: mask for layer in layers if (mask := self._mask(layer)) is not None}
+            attachment.masks = {layer.name: mask for layer in layers if (mask := layer.mask()) is not None}
 
     @torch.no_grad()
     def _after_step(self, attachment: _Attachment) -> None:
@@ -260,7 +260,7 @@ class Run:
         self._set_time(attachment)
         for layer in attachment.live_layers:
             before = attachment.masks.get(layer.name)
-            after = self._mask(layer) if before is not None else None
+            after = layer.mask() if before is not None else None
             if before is not None and after is not None:
                 self._flips[layer.name] = flip_rate(before, after)
         attachment.masks = {}
@@ -279,10 +279,6 @@ class Run:
             return False
         changes = self.recipe.mask_changes_at(attachment.step + 1)
         return attachment.step % self._stats_every == 0 if changes is None else changes
-
-    def _mask(self, layer: LayerHandle) -> Tensor | None:
-        mask = self.recipe.mask(layer.weight, layer.state)
-        return mask.clone() if mask is not None and mask is layer.state.get("mask") else mask
 
     # ---- telemetry ----
 

@@ -260,11 +260,16 @@ def test_a_non_finite_entry_makes_its_kept_slots_nan_and_no_other_group(function
 
 
 @pytest.mark.parametrize("spec", ["1:2", "3:4", "4:8"])
-def test_nan_fills_the_n_largest_slots_for_any_pattern(spec):
+def test_nan_fills_the_first_n_slots_of_its_group_for_any_pattern(spec):
     pattern = Pattern(spec)
     x = torch.arange(1.0, pattern.m + 1)
-    x[0] = math.nan
-    assert torch.equal(F.mvue(x, spec).isnan(), F.magnitude_mask(x, spec))
+    x[-1] = math.nan
+    assert F.mvue(x, spec).isnan().tolist() == [i < pattern.n for i in range(pattern.m)]
+
+
+def test_wrong_number_of_uniforms_is_a_clear_error():
+    with pytest.raises(ValueError, match=r"1 number\(s\) per group, 2 in all, got 3"):
+        F.mvue(torch.ones(8), "2:4", uniform=torch.zeros(3))
 
 
 @pytest.mark.parametrize("function", [F.mvue, F.mvue_approximate])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import reduce
-from itertools import accumulate
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from nmsparse.pattern import Pattern
 
 UNROLLED = 8
-"""Up to this group size, comparing all pairs beats sorting, and the compiler fuses it into one pass."""
+"""Up to this group size, comparing all pairs entry by entry beats sorting."""
 
 
 def check_divisible(shape: torch.Size, pattern: Pattern, dim: int) -> int:
@@ -40,27 +39,6 @@ def from_groups(x: Tensor, axis: int) -> Tensor:
     return x.flatten(axis - 1, axis)
 
 
-def group_max(x: Tensor, axis: int) -> Tensor:
-    """Maximum over a group, axis kept; small groups without a reduction, so that compilers fuse it and CPUs vectorise it."""
-    if x.shape[axis] > UNROLLED:
-        return x.amax(axis, keepdim=True)
-    return reduce(torch.maximum, x.split(1, axis))
-
-
-def group_sum(x: Tensor, axis: int) -> Tensor:
-    """Sum over a group, axis kept, from the first entry to the last."""
-    if x.shape[axis] > UNROLLED:
-        return x.sum(axis, keepdim=True)
-    return reduce(torch.add, x.split(1, axis))
-
-
-def group_cumsum(x: Tensor, axis: int) -> Tensor:
-    """Running sum over a group."""
-    if x.shape[axis] > UNROLLED:
-        return x.cumsum(axis)
-    return torch.cat(list(accumulate(x.split(1, axis))), axis)
-
-
 def computing_dtype(x: Tensor) -> torch.dtype:
     """float64 stays, everything else is computed in float32: sums of 16-bit magnitudes lose too much."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -77,21 +55,29 @@ def magnitude_key(x: Tensor) -> Tensor:
     return x.view(torch.int32).clamp(max=0x7F800001)
 
 
+def entry_ranks(keys: Sequence[Tensor]) -> list[Tensor]:
+    """Rank of each entry among the others of its group, where ``keys[i]`` holds the i-th entry of all groups.
+
+    Small groups are worked on as such lists: pure element-wise code, which a compiler fuses into one pass and a CPU
+    vectorises, where reductions over an axis of four would do neither.
+    """
+    ranks = [torch.zeros_like(keys[0], dtype=torch.int8) for _ in keys]
+    for low in range(len(keys)):
+        for high in range(low + 1, len(keys)):
+            high_wins = keys[high] > keys[low]
+            ranks[low] = ranks[low] + high_wins
+            ranks[high] = ranks[high] + ~high_wins
+    return ranks
+
+
 def magnitude_rank(x: Tensor, axis: int) -> Tensor:
     """Rank of each entry's magnitude inside its group (0 = largest); on a tie the lower index ranks first."""
     key = magnitude_key(x)
     size = x.shape[axis]
-    if size > UNROLLED:
-        order = key.sort(dim=axis, descending=True, stable=True).indices
-        shape = [1] * x.ndim
-        shape[axis] = size
-        places = torch.arange(size, dtype=torch.int16, device=x.device).view(shape).expand_as(order)
-        return torch.empty_like(places, memory_format=torch.contiguous_format).scatter_(axis, order, places)
-    keys = key.unbind(axis)
-    ranks = [torch.zeros_like(keys[0], dtype=torch.int8) for _ in range(size)]
-    for low in range(size):
-        for high in range(low + 1, size):
-            high_wins = keys[high] > keys[low]
-            ranks[low] = ranks[low] + high_wins
-            ranks[high] = ranks[high] + ~high_wins
-    return torch.stack(ranks, axis)
+    if size <= UNROLLED:
+        return torch.stack(entry_ranks(key.unbind(axis)), axis)
+    order = key.sort(dim=axis, descending=True, stable=True).indices
+    shape = [1] * x.ndim
+    shape[axis] = size
+    places = torch.arange(size, dtype=torch.int16, device=x.device).view(shape).expand_as(order)
+    return torch.empty_like(places, memory_format=torch.contiguous_format).scatter_(axis, order, places)

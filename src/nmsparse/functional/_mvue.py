@@ -7,18 +7,14 @@ One uniform number per group draws the survivors by systematic sampling (evenly 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
-from nmsparse.functional._groups import (
-    computing_dtype,
-    from_groups,
-    group_cumsum,
-    group_max,
-    group_sum,
-    magnitude_rank,
-    to_groups,
-)
+from nmsparse.functional._groups import UNROLLED, computing_dtype, from_groups, magnitude_rank, to_groups
 from nmsparse.pattern import Pattern
 
 
@@ -27,8 +23,8 @@ def _certain(magnitude: Tensor, pattern: Pattern, axis: int) -> tuple[Tensor, Te
     if pattern.n == 1:
         return torch.zeros_like(magnitude, dtype=torch.bool), 1
     if pattern.n == 2:  # only the largest can be certain, and then it is unique: no sort needed
-        largest = group_max(magnitude, axis)
-        dominant = 2 * largest > group_sum(magnitude, axis)
+        largest = magnitude.amax(axis, keepdim=True)
+        dominant = 2 * largest > magnitude.sum(axis, keepdim=True)
         return dominant & (magnitude == largest), torch.where(dominant, 1, 2)
     ordered = magnitude.sort(dim=axis, descending=True).values
     rest = ordered.flip(axis).cumsum(axis).flip(axis).narrow(axis, 0, pattern.n)
@@ -49,7 +45,7 @@ def _shares(x: Tensor, pattern: Pattern, axis: int) -> tuple[Tensor, Tensor, Ten
     magnitude = x.abs().to(computing_dtype(x))
     certain, slots = _certain(magnitude, pattern, axis)
     open_ = torch.where(certain, 0, magnitude)
-    return certain, open_, slots, group_sum(open_, axis)
+    return certain, open_, slots, open_.sum(axis, keepdim=True)
 
 
 def mvue_probabilities(x: Tensor, pattern: str | Pattern, dim: int = -1) -> Tensor:
@@ -69,6 +65,10 @@ def _uniforms(groups: Tensor, axis: int, generator: torch.Generator | None, unif
     shape[axis] = per_group
     if uniform is None:
         return torch.rand(shape, generator=generator, dtype=computing_dtype(groups), device=groups.device)
+    if uniform.numel() != torch.Size(shape).numel():
+        raise ValueError(
+            f"uniform must hold {per_group} number(s) per group, {torch.Size(shape).numel()} in all, got {uniform.numel()}."
+        )
     return uniform.to(computing_dtype(groups)).reshape(shape)
 
 
@@ -84,15 +84,17 @@ def mvue(
 
     ``uniform`` (one number in [0, 1) per group, laid out like ``x`` with ``dim`` divided by M) replaces the generator.
     Groups with at most N non-zeros pass unchanged. A group whose magnitudes have no finite sum (a NaN, an infinity, an
-    overflow) becomes NaN in its N largest entries, so that a loss scaler sees it.
+    overflow) becomes NaN in its first N entries, so that a loss scaler sees it.
     """
     pattern = Pattern(pattern)
     groups, axis = to_groups(x, pattern, dim)
     if pattern.n == pattern.m:
         return x.clone()
-    certain, open_, slots, total = _shares(groups, pattern, axis)
     u = _uniforms(groups, axis, generator, uniform, 1)
-    upper = group_cumsum(open_, axis)
+    if pattern.n <= 2 and pattern.m <= UNROLLED:
+        return from_groups(torch.stack(_sample_entries(groups.unbind(axis), pattern, u.squeeze(axis)), axis), axis)
+    certain, open_, slots, total = _shares(groups, pattern, axis)
+    upper = open_.cumsum(axis)
     end = upper.narrow(axis, pattern.m - 1, 1)
     upper = slots * (upper / torch.where(end == 0, 1, end))
     points = torch.ceil(upper - u)  # how many of u, u+1, ... lie below each upper edge
@@ -101,6 +103,27 @@ def mvue(
     sampled = torch.where((points > before) & (open_ > 0), value, 0).to(x.dtype)
     out = torch.where(certain, groups, sampled)
     return from_groups(_spread_nan(out, groups, pattern, axis), axis)
+
+
+def _sample_entries(entries: Sequence[Tensor], pattern: Pattern, u: Tensor) -> list[Tensor]:
+    """The same draw for N <= 2, entry by entry: one pass when compiled. ``entries[i]`` is the i-th entry of all groups."""
+    magnitudes = [entry.abs().to(computing_dtype(entry)) for entry in entries]
+    whole = reduce(torch.add, magnitudes)
+    largest = reduce(torch.maximum, magnitudes)
+    dominant = (2 * largest > whole) if pattern.n == 2 else torch.zeros_like(whole, dtype=torch.bool)
+    slots = torch.where(dominant, 1, pattern.n)
+    certain = [dominant & (magnitude == largest) for magnitude in magnitudes]
+    open_ = [torch.where(sure, 0, magnitude) for sure, magnitude in zip(certain, magnitudes, strict=True)]
+    uppers = list(accumulate(open_))
+    total = uppers[-1]
+    points = [torch.ceil(slots * (upper / torch.where(total == 0, 1, total)) - u) for upper in uppers]
+    out = []
+    for i, (entry, sure, rest) in enumerate(zip(entries, certain, open_, strict=True)):
+        is_hit = (points[i] > (points[i - 1] if i else 0)) & (rest > 0)
+        sampled = torch.where(is_hit, torch.copysign(total / slots, entry), 0).to(entry.dtype)
+        broken = torch.nan if i < pattern.n else 0.0
+        out.append(torch.where(whole.isfinite(), torch.where(sure, entry, sampled), broken))
+    return out
 
 
 def mvue_approximate(
@@ -123,7 +146,7 @@ def mvue_approximate(
         )
     groups, axis = to_groups(x, pattern, dim)
     magnitude = groups.abs().to(computing_dtype(x))
-    total = group_sum(magnitude, axis)
+    total = magnitude.sum(axis, keepdim=True)
     u = _uniforms(groups, axis, generator, uniform, 2)
     first = _draw(magnitude, u.narrow(axis, 0, 1), axis)
     second = _draw(torch.where(first, 0, magnitude), u.narrow(axis, 1, 1), axis)
@@ -136,7 +159,7 @@ def mvue_approximate(
 
 def _draw(magnitude: Tensor, u: Tensor, axis: int) -> Tensor:
     """One-hot choice of an entry with probability in proportion to its magnitude; none if all are 0."""
-    upper = group_cumsum(magnitude, axis)
+    upper = magnitude.cumsum(axis)
     point = u * upper.narrow(axis, magnitude.shape[axis] - 1, 1)
     above = (point < upper) & (magnitude > 0)
     return above & (above.cumsum(axis) == 1)
@@ -153,15 +176,17 @@ def _two_draw_probability(magnitude: Tensor, total: Tensor, axis: int) -> Tensor
 
 def _sums_without(x: Tensor, axis: int) -> Tensor:
     """For each entry, the sum of the others along ``axis``, without subtracting."""
-    below = group_cumsum(x, axis)
-    above = group_cumsum(x.flip(axis), axis).flip(axis)
+    below = x.cumsum(axis)
+    above = x.flip(axis).cumsum(axis).flip(axis)
     zero = torch.zeros_like(x.narrow(axis, 0, 1))
     size = x.shape[axis] - 1
     return torch.cat([zero, below.narrow(axis, 0, size)], axis) + torch.cat([above.narrow(axis, 1, size), zero], axis)
 
 
 def _spread_nan(out: Tensor, groups: Tensor, pattern: Pattern, axis: int) -> Tensor:
-    """NaN in the N largest entries of every group whose sum of magnitudes is not finite."""
-    broken = ~group_sum(groups.abs().to(computing_dtype(groups)), axis).isfinite()
-    nan = torch.where(magnitude_rank(groups, axis) < pattern.n, torch.nan, 0).to(out.dtype)
-    return torch.where(broken, nan, out)
+    """NaN in the first N entries, and nothing else, in every group whose sum of magnitudes is not finite."""
+    broken = ~groups.abs().to(computing_dtype(groups)).sum(axis, keepdim=True).isfinite()
+    shape = [1] * groups.ndim
+    shape[axis] = pattern.m
+    first = torch.arange(pattern.m, device=groups.device).view(shape) < pattern.n
+    return torch.where(broken, torch.where(first, torch.nan, 0).to(out.dtype), out)

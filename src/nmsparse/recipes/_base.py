@@ -87,8 +87,9 @@ class LayerUpdate(Protocol):
     def gradient(self) -> Tensor | None:
         """The gradient of this update in fp32, with any loss scale divided out; None where there is none."""
 
-    def add_to_gradient(self, term: Tensor) -> None:
-        """Add an fp32 term to the gradient, times the loss scale if the optimizer has yet to divide it out."""
+    def decay_pruned(self, decay: float) -> None:
+        """Add ``decay * W`` to the gradient where the recipe's mask prunes: in fp32 (fp64 for fp64 weights), and times
+        the loss scale if the optimizer has yet to divide it out."""
 
     def mask_gradient(self, mask: Tensor) -> None:
         """Set the gradient to zero where ``mask`` is false."""
@@ -246,6 +247,11 @@ def not_a_multiple(name: str, size: int, pattern: Pattern) -> str:
 def masked(weight: Tensor, mask: Tensor) -> Tensor:
     """The weight with zeros where ``mask`` is false (a product would turn an infinity into NaN and keep -0.0)."""
     return torch.where(mask, weight, 0)
+
+
+def check_decay(decay: float) -> None:
+    if not 0 <= decay < float("inf"):
+        raise ValueError(f"decay on pruned weights must be a finite number of at least 0, got {decay!r}.")
 
 
 def fraction_or_step(value: float, clock: Clock) -> float:

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from nmsparse.functional import backward_mask, counter_permutation, hash_integers, magnitude_mask, to_groups
 from nmsparse.pattern import Pattern
-from nmsparse.recipes._base import GRAD_INPUT, OUTPUT, LayerUpdate, State, Update, masked
-from nmsparse.recipes._decay import add_decay, check_decay
+from nmsparse.recipes._base import GRAD_INPUT, OUTPUT, LayerUpdate, State, Update, check_decay, masked
 from nmsparse.recipes._registry import register_recipe
 from nmsparse.recipes.ste import STE
 
@@ -65,7 +64,7 @@ class BiMask(STE):
 
     def before_update(self, update: Update) -> None:
         for layer in update.layers:
-            add_decay(layer, magnitude_mask(layer.weight, self.pattern), self.decay)
+            layer.decay_pruned(self.decay)
 
     def after_update(self, update: Update) -> None:
         if update.clock.step % self.refresh == 0:

@@ -27,11 +27,11 @@ from nmsparse.recipes._base import (
     Recipe,
     State,
     Update,
+    check_decay,
     masked,
     not_a_multiple,
     scalar,
 )
-from nmsparse.recipes._decay import add_decay, check_decay
 from nmsparse.recipes._registry import register_recipe
 from nmsparse.recipes._tokens import Estimator, check_estimator, mvue_along_tokens
 
@@ -104,7 +104,7 @@ class FST(Recipe):
     def before_update(self, update: Update) -> None:
         if not self.in_tail(update.clock):
             for layer in update.layers:
-                add_decay(layer, layer.state["mask"], self.decay)
+                layer.decay_pruned(self.decay)
 
     def after_update(self, update: Update) -> None:
         if update.clock.step % self.refresh == 0 and not self.in_tail(update.clock):

@@ -16,8 +16,7 @@ from typing import Literal
 import torch
 
 from nmsparse.functional import magnitude_mask
-from nmsparse.recipes._base import Update
-from nmsparse.recipes._decay import add_decay, check_decay
+from nmsparse.recipes._base import Update, check_decay
 from nmsparse.recipes._registry import register_recipe
 from nmsparse.recipes.ste import STE
 
@@ -40,7 +39,7 @@ class SRSTE(STE):
     def before_update(self, update: Update) -> None:
         if self.decay_on == "grad":
             for layer in update.layers:
-                add_decay(layer, magnitude_mask(layer.weight, self.pattern), self.decay)
+                layer.decay_pruned(self.decay)
 
     def after_update(self, update: Update) -> None:
         if self.decay_on == "grad" or self.decay == 0:

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from nmsparse.functional import magnitude_mask
 from nmsparse.recipes._autoswitch import STATISTICS, AutoSwitch, Statistic, window_length
-from nmsparse.recipes._base import OUTPUT, Clock, Recipe, State, Update, fraction_or_step, masked, scalar
-from nmsparse.recipes._decay import add_decay, check_decay
+from nmsparse.recipes._base import OUTPUT, Clock, Recipe, State, Update, check_decay, fraction_or_step, masked, scalar
 from nmsparse.recipes._registry import register_recipe
 
 logger = logging.getLogger(__name__)
@@ -94,7 +93,7 @@ class STEP(Recipe):
     def before_update(self, update: Update) -> None:
         if update.memory.get("switched_at") is not None:
             for layer in update.layers:
-                add_decay(layer, magnitude_mask(layer.weight, self.pattern), self.decay)
+                layer.decay_pruned(self.decay)
         elif self.switch == "auto":
             rule, moments = self._rule(update), _moments(update)
             if moments:

@@ -18,8 +18,19 @@ from typing import Literal
 from torch import Tensor
 
 from nmsparse.functional import backward_mask, least_squares_scale, magnitude_mask, soft_threshold
-from nmsparse.recipes._base import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Fit, Recipe, State, Update, fit_sizes, masked, not_a_multiple
-from nmsparse.recipes._decay import add_decay, check_decay
+from nmsparse.recipes._base import (
+    GRAD_INPUT,
+    GRAD_WEIGHT,
+    OUTPUT,
+    Fit,
+    Recipe,
+    State,
+    Update,
+    check_decay,
+    fit_sizes,
+    masked,
+    not_a_multiple,
+)
 from nmsparse.recipes._registry import register_recipe
 from nmsparse.recipes._tokens import Estimator, check_estimator, mvue_along_tokens
 
@@ -82,4 +93,4 @@ class Trio(Recipe):
 
     def before_update(self, update: Update) -> None:
         for layer in update.layers:
-            add_decay(layer, magnitude_mask(layer.weight, self.pattern), self.decay)
+            layer.decay_pruned(self.decay)
