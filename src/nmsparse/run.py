@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nmsparse._update import LayerHandle, OptimizerUpdate, fill, find_non_finite
+from nmsparse._update import FiniteCheck, LayerHandle, OptimizerUpdate, fill
 from nmsparse.functional import flip_rate, hash_integers, pack_bits, unpack_bits
 from nmsparse.nn import Layer, Permuted, RemovedWithSparsity, SparseModule, Targets, convert_, layer_of
 from nmsparse.recipes import Clock, Recipe, recipe_info
@@ -94,6 +94,7 @@ class _Attachment:
     """Between a pre-hook that let the update through and its post-hook."""
     masks: dict[str, Tensor] = field(default_factory=dict)
     """Masks before an update whose flips are measured."""
+    finite: FiniteCheck = field(default_factory=FiniteCheck)
 
     @property
     def clock(self) -> Clock:
@@ -124,7 +125,7 @@ class Run:
         self._hook = _BeforeForward([handle.layer for handle in self._layers.values()], recipe, permuted)
         self._attachments: list[_Attachment] = []
         self._stats_every = 1
-        self._check_finite = True
+        self._check_finite: bool | None = None
         self._flips: dict[str, Tensor] = {}
         model.register_forward_pre_hook(self._hook)
 
@@ -156,8 +157,11 @@ class Run:
         """Put the step clock on an optimizer. Call once per optimizer that updates sparse layers, before training.
 
         ``total_steps`` is the planned number of updates; recipes with a schedule need it. Flip rates are measured at
-        every ``stats_every``-th update (0: never). ``check_finite`` stops before an update whose gradients hold NaN or
-        Inf; it waits for the device once per update.
+        every ``stats_every``-th update (0: never).
+
+        ``check_finite`` stops training when a gradient holds NaN or Inf. By default (None) that is before the update on a
+        CPU, and one update later on a GPU, where looking at once would leave it idle; True always looks before the
+        update, False never looks.
         """
         optimizer = _unwrap(optimizer)
         self._check_attachable(optimizer, total_steps, stats_every)
@@ -239,16 +243,24 @@ class Run:
         if attachment.step == 0:
             self._check_all_attached()
         update = self._update(attachment)
-        bad = find_non_finite(layers) if self._check_finite else None
-        if bad is not None:
-            attachment.is_running = False
-            raise FloatingPointError(
-                f"{bad.name}: its gradient holds NaN or Inf at update {attachment.step}; nothing was changed. Lower the "
-                "learning rate, clip, or use a GradScaler."
-            )
+        self._check_gradients(attachment)
         self.recipe.before_update(update)
         if self._is_measured(attachment):
-            attachment.masks = {layer.name: mask for layer in layers if (mask := layer.mask()) is not None}
+            attachment.masks = update.masks()
+
+    def _check_gradients(self, attachment: _Attachment) -> None:
+        if self._check_finite is False:
+            return
+        late = attachment.finite.finish()
+        bad = late or attachment.finite.start(attachment.live_layers, wait=self._check_finite is True)
+        if bad is not None:
+            attachment.is_running = False
+            step = attachment.step - (late is not None)
+            state = "and was applied: go back to a checkpoint" if late is not None else "and nothing was changed"
+            raise FloatingPointError(
+                f"{bad}: its gradient holds NaN or Inf at update {step}, {state}. "
+                "Lower the learning rate, clip, or use a GradScaler."
+            )
 
     @torch.no_grad()
     def _after_step(self, attachment: _Attachment) -> None:
@@ -256,14 +268,15 @@ class Run:
             return
         attachment.is_running = False
         attachment.step += 1
-        self.recipe.after_update(self._update(attachment))
+        update = self._update(attachment)
+        self.recipe.after_update(update)
         self._set_time(attachment)
-        for layer in attachment.live_layers:
-            before = attachment.masks.get(layer.name)
-            after = layer.mask() if before is not None else None
-            if before is not None and after is not None:
-                self._flips[layer.name] = flip_rate(before, after)
-        attachment.masks = {}
+        if attachment.masks:
+            after = update.masks()
+            self._flips.update(
+                {name: flip_rate(before, after[name]) for name, before in attachment.masks.items() if name in after}
+            )
+            attachment.masks = {}
 
     def _check_all_attached(self) -> None:
         attached = {layer.name for attachment in self._attachments for layer in attachment.layers}

@@ -190,3 +190,21 @@ def test_convolutions_in_channels_last_train() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("wait", [True, None])
+def test_broken_gradient_is_named_before_the_update_or_one_later_without_waiting(wait: bool | None) -> None:
+    model = make_net().cuda()
+    run = nm.sparsify_(model, nm.STE("2:4"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.attach(optimizer, check_finite=wait)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    model.blocks[0].up.weight.grad[0, 0] = float("nan")
+    if wait is None:
+        optimizer.step()
+        message = r"blocks\.0\.up: its gradient holds NaN or Inf at update 0, and was applied"
+    else:
+        message = r"blocks\.0\.up: its gradient holds NaN or Inf at update 0, and nothing was changed"
+    with pytest.raises(FloatingPointError, match=message):
+        optimizer.step()

@@ -13,7 +13,7 @@ from nmsparse.functional._pack import pack, unpack
 from nmsparse.functional._random import counter_permutation, counter_uniform, hash_integers
 from nmsparse.functional._sdgp import sdgp
 from nmsparse.functional._soft import least_squares_scale, soft_threshold, soft_threshold_scale
-from nmsparse.functional._staged import staged_mask
+from nmsparse.functional._staged import stage_at, staged_mask
 from nmsparse.functional._transposable import block_patterns, transposable_mask
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "sdgp",
     "soft_threshold",
     "soft_threshold_scale",
+    "stage_at",
     "staged_mask",
     "to_groups",
     "transposable_mask",

@@ -19,19 +19,22 @@ def magnitude_mask(x: Tensor, pattern: str | Pattern, dim: int = -1) -> Tensor:
     return from_groups(magnitude_rank(groups, axis) < pattern.n, axis)
 
 
-def backward_mask(weight: Tensor, pattern: str | Pattern, permutation: Tensor | None = None) -> Tensor:
+def backward_mask(
+    weight: Tensor, pattern: str | Pattern, permutation: Tensor | None = None, *, inverse: Tensor | None = None
+) -> Tensor:
     """Bi-Mask's mask for ``grad_input``: the N largest of M along dim 0 among the weights that the forward mask keeps.
 
     ``weight`` is (O, ..., I); its forward mask runs along the last dim. Groups along dim 0 are M consecutive rows in the
     order of ``permutation`` (row indices; ``None`` is the natural order). The mask comes back in natural order. Zeros are
-    never kept, so a group with fewer than N surviving weights keeps fewer.
+    never kept, so a group with fewer than N surviving weights keeps fewer. ``inverse`` (the argsort of the permutation)
+    saves computing it again.
     """
     pattern = Pattern(pattern)
     kept = torch.where(magnitude_mask(weight, pattern), weight, 0)
     rows = kept if permutation is None else kept.index_select(0, permutation)
     mask = magnitude_mask(rows, pattern, dim=0)
     if permutation is not None:
-        mask = torch.empty_like(mask).index_copy_(0, permutation, mask)
+        mask = mask.index_select(0, permutation.argsort() if inverse is None else inverse)
     return mask & (kept != 0)
 
 

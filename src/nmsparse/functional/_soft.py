@@ -7,15 +7,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from nmsparse.functional._groups import (
-    UNROLLED,
-    computing_dtype,
-    entry_ranks,
-    from_groups,
-    magnitude_key,
-    magnitude_rank,
-    to_groups,
-)
+from nmsparse.functional._groups import UNROLLED, computing_dtype, from_groups, magnitude_rank, to_groups
 from nmsparse.pattern import Pattern
 
 
@@ -28,21 +20,14 @@ def soft_threshold(x: Tensor, pattern: str | Pattern, dim: int = -1) -> Tensor:
     """
     pattern = Pattern(pattern)
     groups, axis = to_groups(x, pattern, dim)
-    if pattern.m > UNROLLED:
-        kept = magnitude_rank(groups, axis) < pattern.n
-        threshold = groups.abs().masked_fill(kept, 0).amax(axis, keepdim=True)
-        return from_groups(_shrink(groups, kept, threshold), axis)
-    entries = groups.unbind(axis)
-    kept_entries = [rank < pattern.n for rank in entry_ranks(magnitude_key(groups).unbind(axis))]
-    dropped = [torch.where(kept, 0, entry.abs()) for kept, entry in zip(kept_entries, entries, strict=True)]
-    threshold = reduce(torch.maximum, dropped)
-    shrunk = [_shrink(entry, kept, threshold) for entry, kept in zip(entries, kept_entries, strict=True)]
-    return from_groups(torch.stack(shrunk, axis), axis)
-
-
-def _shrink(x: Tensor, kept: Tensor, threshold: Tensor) -> Tensor:
-    """Move kept entries towards zero; "not <=" lets NaN through, and a kept entry at the threshold becomes +0.0."""
-    return torch.where(kept & ~(x.abs() <= threshold), x - torch.copysign(threshold, x), 0)
+    magnitude = groups.abs()
+    kept = magnitude_rank(groups, axis) < pattern.n
+    dropped = magnitude.masked_fill(kept, 0)
+    # a chain over a few slices fuses with the rest; a reduction over an axis of four does not
+    threshold = reduce(torch.maximum, dropped.split(1, axis)) if pattern.m <= UNROLLED else dropped.amax(axis, keepdim=True)
+    # "not <=" lets NaN through, and a kept entry at the threshold becomes +0.0
+    shrunk = groups - torch.copysign(threshold, groups)
+    return from_groups(torch.where(kept & ~(magnitude <= threshold), shrunk, 0), axis)
 
 
 def soft_threshold_scale(x: Tensor, pattern: str | Pattern, dim: int = -1) -> Tensor:

@@ -9,6 +9,12 @@ from nmsparse.functional._masks import magnitude_mask
 from nmsparse.pattern import Pattern
 
 
+def stage_at(progress: float, stages: int) -> int:
+    """Which of equal stages a progress from 0 to 1 falls into."""
+    # the nudge is far below one update of any run and keeps a boundary on the right side of the rounding
+    return min(int(stages * progress + 1e-9), stages - 1)
+
+
 # The group size changes from stage to stage, and with it every shape inside. As an opaque op the change stays invisible
 # to torch.compile; `progress` lies on the CPU, so reading it does not wait for a GPU.
 @torch.library.custom_op("nmsparse::staged_mask", mutates_args=())
@@ -20,8 +26,7 @@ def staged_mask(x: Tensor, progress: Tensor, kept: list[int], sizes: list[int]) 
     value = float(progress)
     if value < 0:
         return torch.ones(x.shape, dtype=torch.bool, device=x.device)
-    # the nudge is far below one update of any run and keeps a boundary on the right side of the rounding
-    stage = min(int(len(kept) * value + 1e-9), len(kept) - 1)
+    stage = stage_at(value, len(kept))
     return magnitude_mask(x, Pattern(kept[stage], sizes[stage])).contiguous()
 
 

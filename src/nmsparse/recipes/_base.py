@@ -87,10 +87,6 @@ class LayerUpdate(Protocol):
     def gradient(self) -> Tensor | None:
         """The gradient of this update in fp32, with any loss scale divided out; None where there is none."""
 
-    def decay_pruned(self, decay: float) -> None:
-        """Add ``decay * W`` to the gradient where the recipe's mask prunes: in fp32 (fp64 for fp64 weights), and times
-        the loss scale if the optimizer has yet to divide it out."""
-
     def mask_gradient(self, mask: Tensor) -> None:
         """Set the gradient to zero where ``mask`` is false."""
 
@@ -116,6 +112,10 @@ class Update(Protocol):
     @property
     def memory(self) -> dict[str, Any]:
         """What the recipe remembers of this optimizer: numbers and tensors, saved with the run."""
+
+    def decay_pruned(self, decay: float) -> None:
+        """Add ``decay * W`` to the gradients where the recipe's mask prunes: in fp32 (fp64 for fp64 weights), and times
+        the loss scale if the optimizer has yet to divide it out."""
 
     def set_scalar(self, name: str, value: float) -> None:
         """Set a scheduled 0-d state tensor in each of these layers."""

@@ -54,17 +54,17 @@ class BiMask(STE):
     def init_state(self, weight: Tensor) -> State:
         if self.permutation == "identity" or weight.shape[0] % self.pattern.m:
             return {}
-        return {"permutation": torch.arange(weight.shape[0], device=weight.device)}
+        natural = torch.arange(weight.shape[0], device=weight.device)
+        return {"permutation": natural, "inverse": natural.clone()}
 
     def grad_input_weight(self, weight: Tensor, state: State) -> Tensor:
-        return masked(weight, backward_mask(weight, self.pattern, state.get("permutation")))
+        return masked(weight, backward_mask(weight, self.pattern, state.get("permutation"), inverse=state.get("inverse")))
 
     def on_attach(self, update: Update) -> None:
         self._regroup(update)
 
     def before_update(self, update: Update) -> None:
-        for layer in update.layers:
-            layer.decay_pruned(self.decay)
+        update.decay_pruned(self.decay)
 
     def after_update(self, update: Update) -> None:
         if update.clock.step % self.refresh == 0:
@@ -74,6 +74,7 @@ class BiMask(STE):
         for layer in update.layers:
             if "permutation" in layer.state:
                 layer.state["permutation"].copy_(self._choose(layer, update.clock.step))
+                layer.state["inverse"].copy_(layer.state["permutation"].argsort())
 
     def _choose(self, layer: LayerUpdate, step: int) -> Tensor:
         mask = magnitude_mask(layer.weight, self.pattern).flatten(1)

@@ -103,8 +103,7 @@ class FST(Recipe):
 
     def before_update(self, update: Update) -> None:
         if not self.in_tail(update.clock):
-            for layer in update.layers:
-                layer.decay_pruned(self.decay)
+            update.decay_pruned(self.decay)
 
     def after_update(self, update: Update) -> None:
         if update.clock.step % self.refresh == 0 and not self.in_tail(update.clock):

@@ -38,8 +38,7 @@ class SRSTE(STE):
 
     def before_update(self, update: Update) -> None:
         if self.decay_on == "grad":
-            for layer in update.layers:
-                layer.decay_pruned(self.decay)
+            update.decay_pruned(self.decay)
 
     def after_update(self, update: Update) -> None:
         if self.decay_on == "grad" or self.decay == 0:

@@ -92,8 +92,7 @@ class STEP(Recipe):
 
     def before_update(self, update: Update) -> None:
         if update.memory.get("switched_at") is not None:
-            for layer in update.layers:
-                layer.decay_pruned(self.decay)
+            update.decay_pruned(self.decay)
         elif self.switch == "auto":
             rule, moments = self._rule(update), _moments(update)
             if moments:

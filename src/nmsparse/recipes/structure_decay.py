@@ -18,9 +18,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nmsparse.functional import magnitude_mask, staged_mask
+from nmsparse.functional import from_groups, magnitude_mask, magnitude_rank, stage_at, staged_mask, to_groups
 from nmsparse.pattern import MAX_GROUP, Pattern
-from nmsparse.recipes._base import OUTPUT, Clock, Fit, Recipe, State, masked, not_a_multiple
+from nmsparse.recipes._base import OUTPUT, Clock, Fit, Recipe, State, masked, not_a_multiple, scalar
 from nmsparse.recipes._phases import Phases
 from nmsparse.recipes._registry import register_recipe
 
@@ -115,11 +115,21 @@ class StructureDecay(Recipe):
             return stepwise_stages(self.pattern)
         return geometric_stages(self.pattern, in_features, self.widest)
 
+    @property
+    def has_one_group_size(self) -> bool:
+        """Only the number of kept entries moves, so a compiled graph can follow it in a tensor."""
+        return len({stage.m for stage in self.stages_for(0)}) == 1
+
     def init_state(self, weight: Tensor) -> State:
+        if self.has_one_group_size:
+            return {"kept": scalar(self.pattern.m, weight.device)}
         # float64: the stage must not depend on rounding; on the CPU, where the op reads it
         return {"progress": torch.tensor(-1.0, dtype=torch.float64)}
 
     def _mask(self, weight: Tensor, state: State) -> Tensor:
+        if "kept" in state:
+            groups, axis = to_groups(weight, self.pattern, -1)
+            return from_groups(magnitude_rank(groups, axis) < state["kept"], axis)
         stages = self.stages_for(weight.shape[-1])
         mask: Tensor = staged_mask(weight, state["progress"], [s.n for s in stages], [s.m for s in stages])
         return mask
@@ -146,7 +156,11 @@ class StructureDecay(Recipe):
         return (clock.step - phases.start(clock)) / (phases.end(clock) - phases.start(clock))
 
     def schedule(self, clock: Clock) -> dict[str, float]:
-        return {"progress": self.progress(clock)}
+        progress = self.progress(clock)
+        if not self.has_one_group_size:
+            return {"progress": progress}
+        stages = self.stages_for(0)
+        return {"kept": self.pattern.m if progress < 0 else stages[stage_at(progress, len(stages))].n}
 
     def describe(self, state: State) -> dict[str, float]:
-        return {"progress": float(state["progress"])}
+        return {name: float(value) for name, value in state.items()}

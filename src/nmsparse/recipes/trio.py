@@ -92,5 +92,4 @@ class Trio(Recipe):
         return magnitude_mask(weight, self.pattern)
 
     def before_update(self, update: Update) -> None:
-        for layer in update.layers:
-            layer.decay_pruned(self.decay)
+        update.decay_pruned(self.decay)
