@@ -12,14 +12,15 @@ Modules hold no counters, and everything is keyed by module name: wrappers may r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nmsparse._saved import copied, describe, from_saved, to_saved
 from nmsparse._update import FiniteCheck, LayerHandle, OptimizerUpdate, fill
-from nmsparse.functional import flip_rate, hash_integers, pack_bits, unpack_bits
+from nmsparse.functional import flip_rate, hash_integers
 from nmsparse.nn import Layer, Permuted, RemovedWithSparsity, SparseModule, Targets, convert_, layer_of
 from nmsparse.recipes import Clock, Recipe, recipe_info
 
@@ -337,14 +338,14 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that is not a function of the weights and of the optimizer's own state; tensors and plain values."""
-        layers = {name: {key: _to_saved(value) for key, value in handle.state.items()} for name, handle in self._layers.items()}
+        layers = {name: {key: to_saved(value) for key, value in handle.state.items()} for name, handle in self._layers.items()}
         optimizers = [
-            {"step": a.step, "total_steps": a.total_steps, "memory": {k: _copied(v) for k, v in a.memory.items()}}
+            {"step": a.step, "total_steps": a.total_steps, "memory": {k: copied(v) for k, v in a.memory.items()}}
             for a in self._attachments
         ]
         return {
             "version": VERSION,
-            "recipe": _describe(self.recipe),
+            "recipe": describe(self.recipe),
             "seed": self.seed,
             "optimizers": optimizers,
             "layers": layers,
@@ -357,20 +358,22 @@ class Run:
         for name, saved in state["layers"].items():
             own = self._layers[name].state
             for key, value in saved.items():
-                own[key].copy_(_from_saved(value, own[key]))
+                own[key].copy_(from_saved(value, own[key]))
         for attachment, saved in zip(self._attachments, state["optimizers"], strict=True):
             attachment.step = saved["step"]
             attachment.memory.clear()
-            attachment.memory.update({key: _on_device_of(value, attachment) for key, value in saved["memory"].items()})
+            attachment.memory.update(
+                {key: copied(value, attachment.layers[0].parameter.device) for key, value in saved["memory"].items()}
+            )
             attachment.scheduled.clear()
         self.seed = state["seed"]
 
     def _check_loadable(self, state: dict[str, Any]) -> None:
         if state.get("version") != VERSION:
             raise ValueError(f"this run state has version {state.get('version')!r}; this nmsparse reads version {VERSION}.")
-        if state["recipe"] != _describe(self.recipe):
+        if state["recipe"] != describe(self.recipe):
             raise ValueError(
-                f"the saved run used {state['recipe']}, this one uses {_describe(self.recipe)}: build the same recipe to "
+                f"the saved run used {state['recipe']}, this one uses {describe(self.recipe)}: build the same recipe to "
                 "continue it."
             )
         if len(state["optimizers"]) != len(self._attachments):
@@ -389,7 +392,7 @@ class Run:
             if set(saved) != set(own):
                 raise ValueError(f"{name}: the saved run keeps {sorted(saved)}, this one {sorted(own)}; the state does not fit.")
             for key, value in saved.items():
-                _from_saved(value, own[key])  # raises where shapes differ, before anything is written
+                from_saved(value, own[key])  # raises where shapes differ, before anything is written
 
 
 def _unwrap(optimizer: Any) -> torch.optim.Optimizer:
@@ -404,32 +407,6 @@ def _rank() -> int:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     return 0
-
-
-def _describe(recipe: Recipe) -> dict[str, Any]:
-    """A recipe as plain values, for checkpoints."""
-    options = {f.name: getattr(recipe, f.name) for f in fields(recipe)}
-    return {"name": recipe.name, **options, "pattern": str(recipe.pattern)}
-
-
-def _to_saved(tensor: Tensor) -> Tensor:
-    return pack_bits(tensor) if tensor.dtype == torch.bool else tensor.detach().clone()
-
-
-def _from_saved(value: Tensor, like: Tensor) -> Tensor:
-    value = value.to(like.device)
-    value = unpack_bits(value, like.shape) if like.dtype == torch.bool else value
-    if value.shape != like.shape:
-        raise ValueError(f"a saved state of shape {tuple(value.shape)} does not fit this layer's {tuple(like.shape)}.")
-    return value
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _on_device_of(value: Any, attachment: _Attachment) -> Any:
-    return value.to(attachment.layers[0].parameter.device, copy=True) if isinstance(value, Tensor) else value
 
 
 def _totals(layers: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ All functions work on groups of M consecutive entries along ``dim``. Patterns ar
 """
 
 from nmsparse.functional._bits import pack_bits, unpack_bits
-from nmsparse.functional._channels import channel_permutation, permutation_efficacy
+from nmsparse.functional._channels import LARGEST_PERMUTED_GROUP, channel_permutation, permutation_efficacy
 from nmsparse.functional._fp8 import matmul_fp8, quantize_fp8
 from nmsparse.functional._groups import check_divisible, from_groups, magnitude_rank, to_groups
 from nmsparse.functional._masks import backward_mask, flip_rate, magnitude_mask, violations
@@ -17,6 +17,7 @@ from nmsparse.functional._staged import stage_at, staged_mask
 from nmsparse.functional._transposable import block_patterns, transposable_mask
 
 __all__ = [
+    "LARGEST_PERMUTED_GROUP",
     "backward_mask",
     "block_patterns",
     "channel_permutation",

@@ -20,7 +20,7 @@ from nmsparse.pattern import Pattern
 WORTHWHILE = 1e-9
 """Relative gains below this are rounding, not progress."""
 ELEMENTS_AT_ONCE = 1 << 24
-LARGEST_GROUP = 8
+LARGEST_PERMUTED_GROUP = 8
 """Largest M that is searched: two stripes of 8 split in 6,435 ways, two of 16 in 300 million."""
 
 
@@ -39,10 +39,10 @@ def channel_permutation(
     order = torch.arange(weight.shape[1], device=weight.device)
     if pattern.n == pattern.m or weight.shape[1] < 2 * pattern.m or not weight.numel():
         return order
-    if pattern.m > LARGEST_GROUP:
+    if pattern.m > LARGEST_PERMUTED_GROUP:
         raise ValueError(
             f'pattern "{pattern}" has too many ways to exchange columns between groups of {pattern.m}; the search goes up '
-            f"to groups of {LARGEST_GROUP}."
+            f"to groups of {LARGEST_PERMUTED_GROUP}."
         )
     best = order = _descend(magnitude, order, pattern, deadline)
     best_kept = _kept(magnitude[:, best], pattern)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nmsparse.functional import magnitude_mask
+from nmsparse.functional import LARGEST_PERMUTED_GROUP, magnitude_mask
 from nmsparse.recipes._base import OUTPUT, Clock, Recipe, State, Update, fraction_or_step, masked, scalar
 from nmsparse.recipes._registry import register_recipe
 
@@ -34,6 +34,8 @@ class ASP(Recipe):
     def validate(self) -> None:
         if self.start < 0 or (isinstance(self.start, float) and self.start >= 1):
             raise ValueError(f"start is a step (0, 1, ...) or a fraction below 1, got {self.start!r}.")
+        if self.permute and self.pattern.m > LARGEST_PERMUTED_GROUP:
+            raise ValueError(f'permute searches groups of up to {LARGEST_PERMUTED_GROUP}, not "{self.pattern}".')
         if self.permute and self.start != 0:
             raise ValueError(
                 "permute reorders weights at conversion, before an optimizer holds state for them: it needs start = 0."

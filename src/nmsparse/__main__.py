@@ -1,0 +1,5 @@
+"""``python -m nmsparse``."""
+
+from nmsparse.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""Tasks, models and the training loop that compare recipes. So far: the bundled text and the demo."""

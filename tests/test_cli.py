@@ -1,0 +1,106 @@
+"""The command line and the demo, as a new user tries them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import nmsparse as nm
+from nmsparse.workbench import demo
+from nmsparse.workbench.text import embedded_text
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, check=False)
+
+
+def test_recipes_are_listed_as_lines_without_a_terminal() -> None:
+    result = command("nmsparse", "recipes")
+    assert result.returncode == 0
+    assert [line.split()[0] for line in result.stdout.splitlines()] == [info.name for info in nm.recipes()]
+
+
+def test_recipes_are_listed_as_json() -> None:
+    rows = json.loads(command("nmsparse", "recipes", "--json", "s-*").stdout)
+    assert [row["name"] for row in rows] == ["s-ste"]
+    assert rows[0]["products"] == ["output", "grad_weight"]
+    assert rows[0]["options"] == {"mvue": True, "precision": None}
+
+
+@pytest.mark.parametrize(
+    "arguments", [("nmsparse", "recipes", "--wrong"), ("nmsparse.workbench.demo", "--wrong"), ("nmsparse", "trian")]
+)
+def test_wrong_words_exit_with_2_and_say_which(arguments: tuple[str, ...]) -> None:
+    result = command(*arguments)
+    assert result.returncode == 2
+    assert arguments[-1] in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_unknown_recipe_name_exits_with_1() -> None:
+    result = command("nmsparse", "recipes", "nothing*")
+    assert result.returncode == 1
+    assert "no recipe is named 'nothing*'" in result.stderr
+
+
+def test_demo_trains_both_and_reports_what_would_be_shipped(capsys: pytest.CaptureFixture[str]) -> None:
+    demo.main(["--steps", "6", "--json"])
+    dense, sparse = json.loads(capsys.readouterr().out)
+    assert (dense["non_zero"], sparse["non_zero"]) == (1.0, 0.5)
+    assert sparse["groups_broken"] == 0
+    assert 2 < sparse["valid_loss"] < 6
+
+
+def test_demo_prints_plain_lines_and_a_table_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    demo.main(["--steps", "5"])
+    output = capsys.readouterr().out
+    assert "s-ste    step    5 of 5" in output
+    assert "validation loss" in output
+    assert "s-ste 2:4" in output
+
+
+def test_demo_refuses_a_senseless_number_of_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        demo.main(["--steps", "0"])
+    assert error.value.code == 2
+    assert "--steps must be at least 1" in capsys.readouterr().err
+
+
+def test_bundled_text_is_whole() -> None:
+    text = embedded_text()
+    assert len(text.train) + len(text.valid) == 1_115_394
+    assert len(text.vocabulary) == 65
+
+
+def test_importing_the_library_needs_torch_and_safetensors_only() -> None:
+    extras = ["numpy", "typer", "rich", "triton", "transformers", "scipy"]
+    code = f"import sys, json, nmsparse; print(json.dumps([m for m in {extras} if m in sys.modules]))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    # torch itself imports numpy where it is installed
+    assert set(json.loads(result.stdout)) <= {"numpy"}
+
+
+def test_imports_point_down() -> None:
+    """functional <- recipes <- nn <- run; kernels and pattern are leaves; nothing points back up."""
+    import ast
+    from pathlib import Path
+
+    order = {"pattern": 0, "functional": 1, "recipes": 2, "kernels": 2, "nn": 3, "optim": 3, "_update": 4, "_saved": 4, "run": 5}
+    order |= {"workbench": 7, "cli": 8, "__main__": 9, "__init__": 6}
+    root = Path(nm.__file__).parent
+    for file in root.rglob("*.py"):
+        room = file.relative_to(root).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                parts = name.split(".")
+                target = parts[1] if len(parts) > 1 else "__init__"
+                if parts[0] == "nmsparse" and target != room:
+                    assert order[target] < order[room], f"{file.name} imports {name}"
+                    assert target == "pattern" or not parts[-1].startswith("_") or len(parts) == 2, (
+                        f"{file.name} reaches into {name}"
+                    )
