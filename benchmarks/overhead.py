@@ -13,6 +13,7 @@ import argparse
 import json
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -145,8 +146,15 @@ def measure(
     return row
 
 
+def commit() -> str | None:
+    """The commit of this checkout, if it is one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or None
+
+
 def machine(device: str) -> dict[str, Any]:
-    facts = {"torch": torch.__version__, "python": platform.python_version(), "nmsparse": nm.__version__}
+    facts = {"commit": commit(), "torch": torch.__version__, "python": platform.python_version(), "nmsparse": nm.__version__}
     if device == "cuda":
         return {**facts, "gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     return {**facts, "cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}

@@ -137,15 +137,12 @@ def test_several_optimizers_each_drive_their_own_layers() -> None:
     assert [a.step for a in run._attachments] == [3, 3]
 
 
-def test_layer_that_no_attached_optimizer_updates_is_named_at_the_first_step() -> None:
+def test_layer_that_no_attached_optimizer_updates_is_named_at_the_first_forward() -> None:
     model = make_net()
     run = nm.sparsify_(model, nm.SRSTE("2:4"))
-    optimizer = torch.optim.SGD(model.blocks.parameters(), lr=0.1)
-    run.attach(optimizer)
-    x, y = make_data()
-    (model(x) - y).square().mean().backward()
+    run.attach(torch.optim.SGD(model.blocks.parameters(), lr=0.1))
     with pytest.raises(RuntimeError, match=r"embed .* no attached optimizer updates it"):
-        optimizer.step()
+        model(make_data()[0])
 
 
 def test_one_layer_cannot_follow_two_optimizers() -> None:
@@ -329,3 +326,69 @@ def test_inductor_compiles_the_whole_model(name: str) -> None:
     compiled, optimizer, _ = start(name, {})
     losses = train(torch.compile(compiled, fullgraph=True), optimizer, 4, data)
     assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_attach_is_demanded_of_layers_that_are_called_directly() -> None:
+    model = make_net()
+    nm.sparsify_(model, nm.SRSTE("2:4"))
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.up was sparsified with sr-ste"):
+        model.blocks[0](torch.randn(2, 32))
+
+
+def test_detached_optimizer_makes_room_for_another() -> None:
+    model, optimizer, run = start("sr-ste", {"decay": 0.1})
+    train(model, optimizer, 2, make_data())
+    run.detach(optimizer)
+    train_free = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.attach(train_free)
+    train(model, train_free, 3, make_data())
+    optimizer.step()
+    assert run.step == 3
+    with pytest.raises(RuntimeError, match="not attached"):
+        run.detach(optimizer)
+
+
+def test_two_optimizers_keep_their_own_settings() -> None:
+    model = make_net()
+    run = nm.sparsify_(model, nm.STE("2:4"))
+    run.attach(torch.optim.SGD(model.blocks.parameters(), lr=0.1), stats_every=0, check_finite=False)
+    run.attach(torch.optim.SGD(model.embed.parameters(), lr=0.1))
+    assert [(a.stats_every, a.check_finite) for a in run._attachments] == [(0, False), (10, None)]
+
+
+def test_resuming_with_another_seed_or_length_is_refused() -> None:
+    model, optimizer, run = start("mask-decay", {})
+    train(model, optimizer, 3, make_data())
+    saved = run.state_dict()
+    _, _, longer = start("mask-decay", {}, total_steps=40)
+    with pytest.raises(ValueError, match="planned 12 updates, this one 40"):
+        longer.load_state_dict(saved)
+    other = make_net()
+    reseeded = nm.sparsify_(other, nm.MaskDecay("2:4"), seed=1)
+    reseeded.attach(torch.optim.SGD(other.parameters(), lr=0.1), total_steps=12)
+    with pytest.raises(ValueError, match="used seed 0, this one 1"):
+        reseeded.load_state_dict(saved)
+
+
+def test_each_rank_draws_its_own_numbers_after_loading_a_file_of_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = {}
+    for rank in (0, 1):
+        monkeypatch.setattr("nmsparse.run._rank", lambda rank=rank: rank)
+        model, optimizer, run = start("s-ste", {})
+        train(model, optimizer, 3, make_data())
+        model(make_data()[0])  # one micro-batch into the next update
+        counters[rank] = int(run._layers["embed"].state["counter"])
+        if rank == 0:
+            saved = run.state_dict()
+    _, _, resumed = start("s-ste", {})
+    resumed.load_state_dict(saved)
+    assert counters[0] != counters[1] == int(resumed._layers["embed"].state["counter"])
+
+
+def test_saved_state_does_not_change_as_training_goes_on() -> None:
+    model, optimizer, run = start("step", {})
+    train(model, optimizer, 2, make_data())
+    saved = run.state_dict()
+    before = saved["optimizers"][0]["memory"]["samples"].clone()
+    train(model, optimizer, 2, make_data())
+    assert torch.equal(saved["optimizers"][0]["memory"]["samples"], before)

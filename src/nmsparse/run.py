@@ -62,17 +62,10 @@ class _BeforeForward(RemovedWithSparsity):
         self.layers = layers
         self.recipe = recipe
         self.permuted = permuted
-        self.is_attached = False
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
-        if self.recipe.needs_clock and not self.is_attached:
-            raise RuntimeError(
-                f"this model was sparsified with {self.recipe.name}, whose schedule or decay runs on the optimizer, but no "
-                "optimizer is attached: "
-                "call run.attach(optimizer, total_steps=...) before training."
-            )
         if self.recipe.is_random:
             torch._foreach_add_([layer.state["counter"] for layer in self.layers], 1)
 
@@ -87,6 +80,8 @@ class _Attachment:
     optimizer: torch.optim.Optimizer
     layers: list[LayerHandle]
     total_steps: int | None
+    stats_every: int
+    check_finite: bool | None
     step: int = 0
     memory: dict[str, Any] = field(default_factory=dict)
     scheduled: dict[str, float] = field(default_factory=dict)
@@ -96,6 +91,8 @@ class _Attachment:
     masks: dict[str, Tensor] = field(default_factory=dict)
     """Masks before an update whose flips are measured."""
     finite: FiniteCheck = field(default_factory=FiniteCheck)
+    hooks: list[Any] = field(default_factory=list)
+    """Handles of the optimizer's hooks."""
 
     @property
     def clock(self) -> Clock:
@@ -125,8 +122,6 @@ class Run:
         self._layers = {name: LayerHandle(name, module, layer_of(module)) for name, module in modules.items()}
         self._hook = _BeforeForward([handle.layer for handle in self._layers.values()], recipe, permuted)
         self._attachments: list[_Attachment] = []
-        self._stats_every = 1
-        self._check_finite: bool | None = None
         self._flips: dict[str, Tensor] = {}
         model.register_forward_pre_hook(self._hook)
 
@@ -153,7 +148,7 @@ class Run:
         total_steps: int | None = None,
         *,
         stats_every: int = 10,
-        check_finite: bool = True,
+        check_finite: bool | None = None,
     ) -> Run:
         """Put the step clock on an optimizer. Call once per optimizer that updates sparse layers, before training.
 
@@ -176,16 +171,33 @@ class Run:
         for other in self._attachments:
             shared = next((layer.name for layer in layers if layer in other.layers), None)
             if shared is not None:
-                raise ValueError(f"{shared} is updated by two attached optimizers; a layer follows one clock.")
-        attachment = _Attachment(optimizer, layers, total_steps)
+                raise ValueError(
+                    f"{shared} is updated by two attached optimizers; a layer follows one clock: run.detach(...) the old "
+                    "one first."
+                )
+        attachment = _Attachment(optimizer, layers, total_steps, stats_every, check_finite)
         self.recipe.on_attach(self._update(attachment))
         self._set_time(attachment)
-        self._stats_every, self._check_finite = stats_every, check_finite
         self._attachments.append(attachment)
-        self._hook.is_attached = True
-        optimizer.register_step_pre_hook(lambda _, args, kwargs: self._before_step(attachment, args, kwargs))
-        optimizer.register_step_post_hook(lambda *_: self._after_step(attachment))
+        for layer in layers:
+            layer.layer.awaits_optimizer = False
+        attachment.hooks = [
+            optimizer.register_step_pre_hook(lambda _, args, kwargs: self._before_step(attachment, args, kwargs)),
+            optimizer.register_step_post_hook(lambda *_: self._after_step(attachment)),
+        ]
         return self
+
+    def detach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the clock off an optimizer, to attach another in its place; the new clock starts at 0."""
+        optimizer = _unwrap(optimizer)
+        attachment = next((a for a in self._attachments if a.optimizer is optimizer), None)
+        if attachment is None:
+            raise RuntimeError(f"this {type(optimizer).__name__} is not attached, so there is nothing to detach.")
+        self._attachments.remove(attachment)
+        for hook in attachment.hooks:
+            hook.remove()
+        for layer in attachment.layers:
+            layer.layer.awaits_optimizer = self.recipe.needs_clock
 
     def _check_attachable(self, optimizer: torch.optim.Optimizer, total_steps: int | None, stats_every: int) -> None:
         if any(attachment.optimizer is optimizer for attachment in self._attachments):
@@ -214,9 +226,8 @@ class Run:
         grad_scale = getattr(attachment.optimizer, "grad_scale", None)
         for layer in layers:
             layer.grad_scale = grad_scale
-        return OptimizerUpdate(
-            attachment.clock, layers, len(layers) == len(self._layers), attachment.optimizer, attachment.memory
-        )
+        is_only_one = len(layers) == sum(handle.is_live for handle in self._layers.values())
+        return OptimizerUpdate(attachment.clock, layers, is_only_one, attachment.optimizer, attachment.memory)
 
     def _set_time(self, attachment: _Attachment) -> None:
         """Write the scheduled scalars and the random counters of the coming update."""
@@ -241,8 +252,6 @@ class Run:
                 f"{self.recipe.name} changes gradients before the update, but a closure computes them anew inside step(): "
                 "call step() without a closure."
             )
-        if attachment.step == 0:
-            self._check_all_attached()
         update = self._update(attachment)
         self._check_gradients(attachment)
         self.recipe.before_update(update)
@@ -250,10 +259,10 @@ class Run:
             attachment.masks = update.masks()
 
     def _check_gradients(self, attachment: _Attachment) -> None:
-        if self._check_finite is False:
+        if attachment.check_finite is False:
             return
         late = attachment.finite.finish()
-        bad = late or attachment.finite.start(attachment.live_layers, wait=self._check_finite is True)
+        bad = late or attachment.finite.start(attachment.live_layers, wait=attachment.check_finite is True)
         if bad is not None:
             attachment.is_running = False
             step = attachment.step - (late is not None)
@@ -279,20 +288,11 @@ class Run:
             )
             attachment.masks = {}
 
-    def _check_all_attached(self) -> None:
-        attached = {layer.name for attachment in self._attachments for layer in attachment.layers}
-        missing = [name for name, handle in self._layers.items() if handle.is_live and name not in attached]
-        if missing and self.recipe.needs_clock:
-            raise RuntimeError(
-                f"{missing[0]} ({len(missing)} in all) is sparse but no attached optimizer updates it: attach its optimizer "
-                "too, or exclude it."
-            )
-
     def _is_measured(self, attachment: _Attachment) -> bool:
-        if not self._stats_every:
+        if not attachment.stats_every:
             return False
         changes = self.recipe.mask_changes_at(attachment.step + 1)
-        return attachment.step % self._stats_every == 0 if changes is None else changes
+        return attachment.step % attachment.stats_every == 0 if changes is None else changes
 
     # ---- telemetry ----
 
@@ -309,11 +309,7 @@ class Run:
                 layers[name] = self._layer_stats(handle)
         total = _totals(layers)
         for attachment in self._attachments:
-            samples, count = attachment.memory.get("samples"), attachment.memory.get("count", 0)
-            if samples is not None and count:
-                total["variance_change"] = float(samples[(count - 1) % len(samples)])
-            if attachment.memory.get("switched_at") is not None:
-                total["switched_at"] = attachment.memory["switched_at"]
+            total |= self.recipe.summarize(attachment.memory)
         return {
             "step": self.step,
             "recipe": self.recipe.name,
@@ -339,8 +335,11 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """Everything that is not a function of the weights and of the optimizer's own state; tensors and plain values."""
         layers = {name: {key: to_saved(value) for key, value in handle.state.items()} for name, handle in self._layers.items()}
+        for name, saved in layers.items():
+            if "counter" in saved:  # as micro-batches since the last update, which is the same on every rank
+                saved["counter"] -= self._counter_start(name)
         optimizers = [
-            {"step": a.step, "total_steps": a.total_steps, "memory": {k: copied(v) for k, v in a.memory.items()}}
+            {"step": a.step, "total_steps": a.total_steps, "memory": {key: copied(value) for key, value in a.memory.items()}}
             for a in self._attachments
         ]
         return {
@@ -349,24 +348,31 @@ class Run:
             "seed": self.seed,
             "optimizers": optimizers,
             "layers": layers,
+            "permuted": [(name, dim, copied(order)) for name, dim, order in self._hook.permuted.moves],
         }
+
+    def _counter_start(self, name: str) -> int:
+        """What the random counter of a layer starts from at the present update."""
+        owner = next((a for a in self._attachments if any(layer.name == name for layer in a.layers)), None)
+        return 0 if owner is None else hash_integers(self.seed, owner.step, _rank())
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken. Attach the optimizers first; nothing changes if anything differs."""
         self._check_loadable(state)
+        for attachment, saved in zip(self._attachments, state["optimizers"], strict=True):
+            attachment.step = saved["step"]
+            attachment.memory.clear()
+            device = attachment.layers[0].parameter.device
+            attachment.memory.update({key: copied(value, device) for key, value in saved["memory"].items()})
+            attachment.scheduled.clear()
         for name, saved in state["layers"].items():
             own = self._layers[name].state
             for key, value in saved.items():
                 own[key].copy_(from_saved(value, own[key]))
-        for attachment, saved in zip(self._attachments, state["optimizers"], strict=True):
-            attachment.step = saved["step"]
-            attachment.memory.clear()
-            attachment.memory.update(
-                {key: copied(value, attachment.layers[0].parameter.device) for key, value in saved["memory"].items()}
-            )
-            attachment.scheduled.clear()
-        self.seed = state["seed"]
+            if "counter" in own:
+                own["counter"] += self._counter_start(name)
+        self._hook.permuted.moves[:] = [(name, dim, copied(order)) for name, dim, order in state["permuted"]]
 
     def _check_loadable(self, state: dict[str, Any]) -> None:
         if state.get("version") != VERSION:
@@ -376,11 +382,20 @@ class Run:
                 f"the saved run used {state['recipe']}, this one uses {describe(self.recipe)}: build the same recipe to "
                 "continue it."
             )
+        if state["seed"] != self.seed:
+            raise ValueError(f"the saved run used seed {state['seed']}, this one {self.seed}: pass the same seed to sparsify_.")
         if len(state["optimizers"]) != len(self._attachments):
             raise ValueError(
                 f"the saved run had {len(state['optimizers'])} attached optimizers, this one has {len(self._attachments)}: "
                 "attach them before load_state_dict."
             )
+        for saved, attachment in zip(state["optimizers"], self._attachments, strict=True):
+            if self.recipe.needs_total_steps and saved["total_steps"] != attachment.total_steps:
+                raise ValueError(
+                    f"the saved run planned {saved['total_steps']} updates, this one {attachment.total_steps}, and "
+                    f"{self.recipe.name}'s "
+                    "schedule follows that number: attach with the same total_steps."
+                )
         if set(state["layers"]) != set(self._layers):
             odd = sorted(set(state["layers"]) ^ set(self._layers))
             raise ValueError(

@@ -283,7 +283,7 @@ def test_moves_name_tensor_dim_and_permutation() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
     before = snapshot(model)
     result = permuted(model)
-    moved = {(name, dim): p for tensor, dim, p in result.moves for name, own in model.named_parameters() if own is tensor}
+    moved = {(name, dim): p for name, dim, p in result.moves}
     assert set(moved) == {("0.weight", 0), ("0.bias", 0), ("1.weight", 1)}
     order = moved["1.weight", 1]
     assert order.sort().values.equal(torch.arange(16))
@@ -645,4 +645,45 @@ class TestASP:
         expected = model(x)
         nm.freeze_(model)
         torch.testing.assert_close(model(x), expected)
+        assert nm.functional.violations(model[2].weight, "2:4") == 0
+
+    def test_undo_survives_moving_the_model_and_resuming(self) -> None:
+        import nmsparse as nm
+
+        def build() -> nn.Module:
+            torch.manual_seed(0)
+            return nn.Sequential(
+                nn.Conv2d(8, 16, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 1), nn.Conv2d(8, 4, 1)
+            ).eval()
+
+        model, x = build(), torch.randn(2, 8, 3, 3)
+        original = {key: value.clone() for key, value in model.state_dict().items()}
+        expected = model(x)
+        run = nm.sparsify_(model, nm.ASP("2:4", permute=True), targets=["3"])
+        run.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+        saved, weights = run.state_dict(), {key: value.clone() for key, value in model.state_dict().items()}
+        assert saved["permuted"]
+        model.double()
+        nm.densify_(model)
+        assert all(torch.equal(original[key], value.to(original[key].dtype)) for key, value in model.state_dict().items())
+        torch.testing.assert_close(model.float()(x), expected)
+
+        resumed = build()
+        with torch.no_grad():
+            resumed[3].weight.copy_(resumed[3].weight.flip(1))  # so that its own search finds another order
+        again = nm.sparsify_(resumed, nm.ASP("2:4", permute=True), targets=["3"])
+        again.attach(torch.optim.SGD(resumed.parameters(), lr=0.1))
+        resumed.load_state_dict(weights)
+        again.load_state_dict(saved)
+        nm.densify_(resumed)
+        assert all(torch.equal(original[key], value) for key, value in resumed.state_dict().items())
+
+    def test_densify_does_not_break_a_layer_that_was_frozen_before(self) -> None:
+        import nmsparse as nm
+
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 4))
+        nm.sparsify_(model, nm.ASP("2:4", permute=True))
+        nm.freeze_(model[2])
+        nm.densify_(model)
         assert nm.functional.violations(model[2].weight, "2:4") == 0

@@ -182,6 +182,7 @@ def test_sdgp_groups_convolution_gradients_along_channels_whatever_the_layout(la
     torch.testing.assert_close(b[1], torch.nn.grad.conv2d_input(x.shape, dense.weight, pruned))
     assert torch.equal(a[0], b[0])
     torch.testing.assert_close(a[2], b[2], rtol=0, atol=0)
+    assert torch.equal(a[3], b[3])
 
 
 def test_convolution_weights_are_grouped_along_input_channels() -> None:

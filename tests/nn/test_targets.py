@@ -24,6 +24,13 @@ def test_all_linear_leaves_the_output_head_dense_and_says_so() -> None:
     assert "output head" in run.skipped["head"]
 
 
+def test_only_linear_layer_of_a_convolutional_net_is_its_head() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 4))
+    with pytest.raises(ValueError, match='targets="all" takes convolutions'):
+        converted(model)
+    assert converted(model, targets="all") == ["0", "2"]
+
+
 def test_all_takes_the_head_too() -> None:
     assert "head" in converted(make_net(), targets="all")
 
@@ -136,7 +143,7 @@ def test_unknown_subclass_stays_dense_and_says_why() -> None:
 
 def test_parametrized_weight_stays_dense() -> None:
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8), nn.Linear(8, 4))
-    assert "0" in nm.sparsify_(model, nm.STE("2:4")).skipped
+    assert "parametrization" in nm.sparsify_(model, nm.STE("2:4")).skipped["0"]
 
 
 def test_three_channel_stem_is_reported_and_not_straddled() -> None:

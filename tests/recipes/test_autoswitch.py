@@ -87,14 +87,6 @@ def test_staleness_compares_the_newest_sample_with_the_one_a_window_before():
     assert settled(rule, [0.97, 0.0, 1.0]) == [False, False, True]
 
 
-def test_the_newest_sample_can_be_read_back():
-    rule, memory = AutoSwitch("arithmetic", 1e-8, 2), {}
-    assert rule.latest(memory) is None
-    for sample in range(7):
-        rule.record(memory, torch.tensor(float(sample)))
-        assert rule.latest(memory) == sample
-
-
 def test_memory_holds_only_tensors_and_plain_numbers_and_does_not_grow():
     rule, memory = AutoSwitch("arithmetic", 1e-8, 20), {}
     for _ in range(100):

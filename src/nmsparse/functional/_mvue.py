@@ -25,7 +25,8 @@ def _certain(magnitude: Tensor, pattern: Pattern, axis: int) -> tuple[Tensor, Te
     if pattern.n == 2:  # only the largest can be certain, and then it is unique: no sort needed
         largest = magnitude.amax(axis, keepdim=True)
         dominant = 2 * largest > magnitude.sum(axis, keepdim=True)
-        return dominant & (magnitude == largest), torch.where(dominant, 1, 2)
+        few = (magnitude != 0).sum(axis, keepdim=True) <= 2
+        return (few & (magnitude != 0)) | (dominant & (magnitude == largest)), torch.where(dominant, 1, 2)
     ordered = magnitude.sort(dim=axis, descending=True).values
     rest = ordered.flip(axis).cumsum(axis).flip(axis).narrow(axis, 0, pattern.n)
     shape = [1] * magnitude.ndim
@@ -112,7 +113,8 @@ def _sample_entries(entries: Sequence[Tensor], pattern: Pattern, u: Tensor) -> l
     largest = reduce(torch.maximum, magnitudes)
     dominant = (2 * largest > whole) if pattern.n == 2 else torch.zeros_like(whole, dtype=torch.bool)
     slots = torch.where(dominant, 1, pattern.n)
-    certain = [dominant & (magnitude == largest) for magnitude in magnitudes]
+    few = reduce(torch.add, [(magnitude != 0).to(torch.int8) for magnitude in magnitudes]) <= pattern.n
+    certain = [few | (dominant & (magnitude == largest)) for magnitude in magnitudes]
     open_ = [torch.where(sure, 0, magnitude) for sure, magnitude in zip(certain, magnitudes, strict=True)]
     uppers = list(accumulate(open_))
     total = uppers[-1]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B
-STREAM, COUNTER = 0x9E3779B9, 0x85EBCA6B
+STREAM, COUNTER, SECOND_STREAM = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
 
 
 def _signed(value: int) -> int:
@@ -48,7 +48,8 @@ def _times(value: Tensor | int, odd: int) -> Tensor | int:
 def counter_bits(count: int, stream: Tensor | int, counter: Tensor | int, device: torch.device | str = "cpu") -> Tensor:
     """``count`` int32 words with 32 random bits each, keyed by int32 ``stream`` and ``counter``."""
     element = torch.arange(count, dtype=torch.int32, device=device)
-    return _mix(_mix(element ^ _times(stream, STREAM)) ^ _times(counter, COUNTER))
+    # the stream enters twice: once alone, two streams that differ in low bits would share their numbers in another order
+    return _mix(_mix(element ^ _times(stream, STREAM)) ^ _times(counter, COUNTER) ^ _times(stream, SECOND_STREAM))
 
 
 def counter_uniform(

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from nmsparse.nn._modules import is_hf_conv1d
+from nmsparse.nn._conv1d import is_hf_conv1d
 
 # ---- the trace ----
 

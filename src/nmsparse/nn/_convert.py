@@ -70,6 +70,8 @@ def convert_(
     if recipe.permutes_channels:
         permuted = permute_channels_(model, {name: selection.layers[name] for name in records}, recipe.pattern)
         skipped.update({f"{name} (permutation)": why for name, why in permuted.skipped.items()})
+        for layer in records.values():
+            layer.permuted = permuted
     _init_states(records, selection.layers)
     return _swap(model, records, selection.layers), skipped, permuted
 
@@ -112,13 +114,15 @@ def _examine(name: str, module: nn.Module, recipe: Recipe, owners: dict[int, lis
     if isinstance(module, SparseMixin):
         present = module._nmsparse.recipe
         raise ValueError(f"{name} is sparse already ({present.name} {present.pattern}): call densify_ first, or exclude it.")
+    if nn.utils.parametrize.is_parametrized(module):
+        return "its weight is computed by a parametrization"
     if sparse_class(type(module)) is None:
         if type(module).__name__ == "NonDynamicallyQuantizableLinear":
             return "nn.MultiheadAttention reads this weight without calling the layer, which would bypass the recipe"
         return f"{type(module).__name__} is a subclass with a forward of its own, which the recipe would replace"
     weight = module._parameters.get("weight")
     if weight is None:
-        return "its weight is not a plain parameter (weight norm or a parametrization computes it)"
+        return "its weight is not a plain parameter (weight norm computes it)"
     others = [owner for owner in owners[id(weight)] if owner.rpartition(".")[0] != name]
     if others:
         return f"its weight is tied to {others[0]}"
@@ -136,7 +140,7 @@ def _examine(name: str, module: nn.Module, recipe: Recipe, owners: dict[int, lis
     fit = recipe.fit(sizes[0] // groups, sizes[-1])
     if fit.refused is not None:
         return fit.refused
-    return Layer(name, recipe, stream=hash_integers(seed, zlib.crc32(name.encode())), dense=dict(fit.dense))
+    return Layer(name, recipe, stream=hash_integers(seed, zlib.crc32(name.encode())), dense=dict(fit.dense), groups=groups)
 
 
 def _view(module: nn.Module, tensor: Tensor) -> Tensor:
@@ -179,7 +183,9 @@ def freeze_(model: nn.Module) -> nn.Module:
         layer = module._nmsparse
         view = module.view_weight(module.weight.detach())
         view.copy_(layer.recipe.final_weight(wide(view), layer.state) + 0.0)  # -0.0 + 0.0 is +0.0
-    _strip(model)  # channels stay in their new order: undoing it would break the pattern just baked
+        if layer.permuted is not None:  # undoing the new order would break the pattern just baked
+            layer.permuted.moves.clear()
+    _strip(model)
     return model
 
 

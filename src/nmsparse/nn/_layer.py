@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from nmsparse.nn._permute import Permuted
 from nmsparse.recipes import Recipe, State
 
 
@@ -21,10 +22,17 @@ class Layer:
     dense: dict[str, str] = field(default_factory=dict)
     """Products that the recipe would make sparse but that stay dense here, with the reason."""
     state: State = field(default_factory=dict)
+    groups: int = 1
+    """Of a convolution: each reduces over its own outputs only."""
+    permuted: Permuted | None = None
+    """The reordering of channels that came with the conversion."""
+    awaits_optimizer: bool = False
+    """The recipe runs on an optimizer, and none is attached yet."""
 
     def init_state(self, weight: Tensor) -> None:
         """Fill the state from the (O, ..., I) weight."""
-        self.state = self.recipe.init_state(weight)
+        self.state = self.recipe.init_state(weight, self.groups)
+        self.awaits_optimizer = self.recipe.needs_clock
         if self.recipe.is_random:
             self.state["stream"] = torch.tensor(self.stream, dtype=torch.int32, device=weight.device)
             self.state["counter"] = torch.zeros((), dtype=torch.int32, device=weight.device)

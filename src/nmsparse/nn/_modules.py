@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nmsparse.nn._conv1d import is_hf_conv1d
 from nmsparse.nn._layer import Layer
 from nmsparse.nn._products import ConvProducts, LinearProducts, forward_weight
 
@@ -38,10 +40,21 @@ class SparseMixin:
 def _autocast(x: Tensor, bias: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor | None, torch.dtype]:
     """Cast as autocast would cast a dense layer, but leave the weight alone: it is projected from its master first."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64 or not x.is_floating_point():
+    if (
+        not torch.amp.is_autocast_available(kind)
+        or not torch.is_autocast_enabled(kind)
+        or x.dtype == torch.float64
+        or not x.is_floating_point()
+    ):
         return x, bias, weight.dtype
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), None if bias is None else bias.to(dtype), dtype
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """The products choose their own types; some devices (meta) have no autocast to switch off."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 class SparseLinear(SparseMixin, nn.Linear):  # pyrefly: ignore[inconsistent-inheritance]
@@ -51,9 +64,20 @@ class SparseLinear(SparseMixin, nn.Linear):  # pyrefly: ignore[inconsistent-inhe
         return _linear(self, input, is_transposed=False)
 
 
+def _check_attached(module: SparseMixin) -> None:
+    layer = module._nmsparse
+    if layer.awaits_optimizer and module.training and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{layer.name or 'this layer'} was sparsified with {layer.recipe.name}, whose schedule or decay runs on the "
+            "optimizer, but no "
+            "attached optimizer updates it: call run.attach(optimizer, total_steps=...) before training."
+        )
+
+
 def _linear(module: Any, input: Tensor, is_transposed: bool) -> Tensor:
+    _check_attached(module)
     x, bias, dtype = _autocast(input, module.bias, module.weight)
-    with torch.autocast(x.device.type, enabled=False):
+    with _without_autocast(x):
         y = LinearProducts.apply(module._nmsparse, module.training, is_transposed, x, module.weight, bias, dtype)
     return cast(Tensor, y)
 
@@ -65,11 +89,12 @@ class SparseConv2d(SparseMixin, nn.Conv2d):
         return tensor.permute(0, 2, 3, 1)
 
     def forward(self, input: Tensor) -> Tensor:
+        _check_attached(self)
         x, bias, dtype = _autocast(input, self.bias, self.weight)
         is_single = x.ndim == 3
         x, padding = self._pad(x.unsqueeze(0) if is_single else x)
         geometry = (self.stride, padding, self.dilation, self.groups)
-        with torch.autocast(x.device.type, enabled=False):
+        with _without_autocast(x):
             y = ConvProducts.apply(self._nmsparse, self.training, geometry, x, self.weight, bias, dtype)
         return cast(Tensor, y.squeeze(0) if is_single else y)
 
@@ -82,11 +107,6 @@ class SparseConv2d(SparseMixin, nn.Conv2d):
             return x, (top, left)
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
         return F.pad(x, (left, right, top, bottom), mode=mode), (0, 0)
-
-
-def is_hf_conv1d(kind: type) -> bool:
-    """transformers' Conv1D, told by name: the core does not import transformers."""
-    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
 class _TransposedMixin(SparseMixin):

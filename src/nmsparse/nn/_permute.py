@@ -29,13 +29,19 @@ class Permuted:
 
     skipped: dict[str, str] = field(default_factory=dict)
     """Target layers whose input channels keep their order: name to reason."""
-    moves: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)
-    """Tensor, dim, permutation. The weight of a grouped convolution has one permutation per group, as rows of a matrix."""
+    moves: list[tuple[str, int, Tensor]] = field(default_factory=list)
+    """Name of a parameter or buffer, dim, permutation. The weight of a grouped convolution has one permutation per group, as
+    rows of a matrix."""
+    model: nn.Module | None = None
+    """Where the names lead."""
 
     def undo_(self) -> None:
         """Put everything back in its old order, exactly. A second call does nothing."""
         while self.moves:
-            tensor, dim, permutation = self.moves.pop()
+            name, dim, permutation = self.moves.pop()
+            path, _, key = name.rpartition(".")
+            # looked up now: moving a model to another device or dtype replaces its buffers
+            tensor = getattr(cast(nn.Module, self.model).get_submodule(path), key)
             _reorder_(tensor, dim, permutation.argsort(-1))
 
 
@@ -64,7 +70,7 @@ def permute_channels_(
     orders = {axis: _order(axis, places, pattern, escapes, time_limit) for axis, places in readers.items() if not axis.frozen}
     orders = {axis: order for axis, order in orders.items() if not order.equal(torch.arange(axis.size))}
     skipped |= _unmoved(readers, orders)
-    return Permuted(skipped, _apply_(walk, orders))
+    return Permuted(skipped, _apply_(walk, orders), model)
 
 
 _Readers = dict[Axis, list[tuple[str, nn.Module, int]]]
@@ -130,9 +136,9 @@ def _columns(module: nn.Module, start: int, size: int) -> Tensor:
     return rows.flatten(0, -2)[:, first : first + size]
 
 
-def _apply_(walk: Walk, orders: Mapping[Axis, Tensor]) -> list[tuple[Tensor, int, Tensor]]:
+def _apply_(walk: Walk, orders: Mapping[Axis, Tensor]) -> list[tuple[str, int, Tensor]]:
     """Reorder every tensor along the axes that have a new order."""
-    moves: list[tuple[Tensor, int, Tensor]] = []
+    moves: list[tuple[str, int, Tensor]] = []
     for (name, key, dim), value in walk.places.items():
         spans = list(value.spans()) if isinstance(value, Channels) else []
         if not any(axis in orders for _, axis in spans):
@@ -141,9 +147,8 @@ def _apply_(walk: Walk, orders: Mapping[Axis, Tensor]) -> list[tuple[Tensor, int
         permutation = torch.cat([start + orders.get(axis, torch.arange(axis.size)) for start, axis in spans])
         if len(permutation) != tensor.shape[dim]:  # the input of a grouped convolution: each group counts from 0
             permutation = permutation.view(-1, tensor.shape[dim]) % tensor.shape[dim]
-        moves.append((tensor, dim, permutation.to(tensor.device)))
-    for move in moves:
-        _reorder_(*move)
+        _reorder_(tensor, dim, permutation)
+        moves.append((f"{name}.{key}" if name else key, dim, permutation))
     return moves
 
 

@@ -171,7 +171,7 @@ class ConvProducts(torch.autograd.Function):
         if layer.recipe.runs_in_fp8 or pruned is not grad or sample is not grad:
             grad_x = _conv_backward(rounded(pruned), x, rounded(used), ctx.geometry, (want_x, False, False))[0]
             grad_w = _conv_backward(rounded(sample), rounded(x), used, ctx.geometry, (False, want_w, False))[1]
-            grad_b = grad.sum((0, 2, 3)) if want_b else None
+            grad_b = _conv_backward(grad, x, used, ctx.geometry, (False, False, want_b))[2]
         else:  # nothing pruned in G: one call, and every bit as the dense layer computes it
             grad_x, grad_w, grad_b = _conv_backward(grad, x, used, ctx.geometry, (want_x, want_w, want_b))
         if grad_w is not None:

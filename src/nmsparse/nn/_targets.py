@@ -9,7 +9,7 @@ from difflib import get_close_matches
 
 from torch import nn
 
-from nmsparse.nn._modules import is_hf_conv1d
+from nmsparse.nn._conv1d import is_hf_conv1d
 
 Targets = str | Sequence[str]
 KEYWORDS = ("all-linear", "all")
@@ -46,6 +46,7 @@ def select(model: nn.Module, targets: Targets, exclude: Targets | None) -> Selec
         raise ValueError(
             f"targets={targets!r} with exclude={exclude!r} selects no layer of this {type(model).__name__}. "
             f"Its linear and convolution layers are: {_shorten(every)}."
+            + (' targets="all" takes convolutions too.' if every else "")
         )
     return selection
 
@@ -88,7 +89,10 @@ def _output_heads(model: nn.Module, linear: dict[str, nn.Module]) -> dict[str, s
             for name, module in linear.items()
             if module is head or (has_base and not name.startswith(prefix + "."))
         }
-    if len(linear) < 2:
+    parametrized = [name for name, module in model.named_modules() if module._parameters]
+    if parametrized == list(linear):  # the linear layer is all there is
+        linear = {} if len(linear) == 1 else linear
+    if not linear:
         return {}
     return {list(linear)[-1]: "taken for the output head (the last linear layer); name it in targets to make it sparse"}
 

@@ -57,10 +57,6 @@ class AutoSwitch:
         memory["samples"][memory["count"] % (self.window + 1)] = value
         memory["count"] += 1
 
-    def latest(self, memory: dict[str, Any]) -> Tensor | None:
-        count = memory.get("count", 0)
-        return memory["samples"][(count - 1) % (self.window + 1)] if count else None
-
     def has_settled(self, memory: dict[str, Any]) -> bool:
         """True once the window is full and the statistic says so."""
         samples, count = memory.get("samples"), memory.get("count", 0)

@@ -175,8 +175,8 @@ class Recipe:
         """Decide from the sizes that groups run along (of one group, for a grouped convolution)."""
         return fit_sizes(self, out_features, in_features)
 
-    def init_state(self, weight: Tensor) -> State:
-        """What this layer must remember, from its weight at conversion."""
+    def init_state(self, weight: Tensor, groups: int = 1) -> State:
+        """What this layer must remember, from its weight at conversion; ``groups`` is that of a convolution."""
         return {}
 
     # ---- what the products see; traced by torch.compile, so no Python value may change over time here ----
@@ -224,6 +224,10 @@ class Recipe:
     def after_update(self, update: Update) -> None:
         """The weights have moved; ``update.clock.step`` counts the update just done."""
 
+    def summarize(self, memory: dict[str, Any]) -> dict[str, float]:
+        """Values of the whole run, from what it remembers of its optimizer, for ``run.stats()``."""
+        return {}
+
     def describe(self, state: State) -> dict[str, float]:
         """Scheduled values worth a line in ``run.stats()``."""
         return {}
@@ -255,8 +259,8 @@ def check_decay(decay: float) -> None:
 
 
 def fraction_or_step(value: float, clock: Clock) -> float:
-    """A float below 1 is a fraction of the run, an integer is a step."""
-    return value * clock.total if isinstance(value, float) and value < 1 else float(value)
+    """A float up to 1 is a fraction of the run, an integer is a step."""
+    return value * clock.total if isinstance(value, float) and value <= 1 else float(value)
 
 
 def scalar(value: float, device: torch.device) -> Tensor:

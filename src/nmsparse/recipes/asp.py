@@ -53,7 +53,7 @@ class ASP(Recipe):
     def needs_total_steps(self) -> bool:
         return isinstance(self.start, float)
 
-    def init_state(self, weight: Tensor) -> State:
+    def init_state(self, weight: Tensor, groups: int = 1) -> State:
         found = self.start == 0
         mask = magnitude_mask(weight, self.pattern) if found else torch.ones_like(weight, dtype=torch.bool)
         return {"mask": mask, "found": scalar(found, weight.device)}
@@ -87,7 +87,6 @@ class ASP(Recipe):
         update.memory["found"] = True
         for layer in update.layers:
             layer.state["mask"].copy_(magnitude_mask(layer.weight, self.pattern))
-            layer.weight.masked_fill_(~layer.state["mask"], 0)
         update.set_scalar("found", 1.0)
 
     def _is_due(self, clock: Clock) -> bool:

@@ -5,7 +5,8 @@ Bi-directional Masks for Efficient N:M Sparse Training. Y. Zhang et al. ICML 202
 output:      B*W, B = N largest of M along I, at every forward
 grad_input:  Bb*B*W, Bb = N largest of M along O among the kept weights, rows grouped in the order of a permutation P
 update:      gradient + decay * (1-B)*W
-P:           every `refresh` updates the best of `candidates` random row orders: most groups that lose nothing
+P:           every `refresh` updates the best of `candidates` random row orders: most groups that lose nothing; natural order
+             in grouped convolutions, whose groups reduce over their own rows only
 Deviations:  the natural and the present order are candidates too, so a search never makes it worse; P comes from counter
              based random numbers, so that every rank and a resumed run draw the same; the decay is added once per step.
 """
@@ -51,8 +52,9 @@ class BiMask(STE):
     def sparse_products(self) -> tuple[str, ...]:
         return (OUTPUT, GRAD_INPUT)
 
-    def init_state(self, weight: Tensor) -> State:
-        if self.permutation == "identity" or weight.shape[0] % self.pattern.m:
+    def init_state(self, weight: Tensor, groups: int = 1) -> State:
+        # a grouped convolution reduces inside each of its groups: rows of different groups must not meet
+        if self.permutation == "identity" or groups > 1 or weight.shape[0] % self.pattern.m:
             return {}
         natural = torch.arange(weight.shape[0], device=weight.device)
         return {"permutation": natural, "inverse": natural.clone()}

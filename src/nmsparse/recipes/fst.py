@@ -76,7 +76,7 @@ class FST(Recipe):
                 return Fit(refused=not_a_multiple(name, size, self.pattern))
         return Fit()
 
-    def init_state(self, weight: Tensor) -> State:
+    def init_state(self, weight: Tensor, groups: int = 1) -> State:
         return {"mask": transposable_mask(weight, self.pattern), "tail": scalar(0, weight.device)}
 
     def output_weight(self, weight: Tensor, state: State) -> Tensor:
@@ -84,7 +84,7 @@ class FST(Recipe):
 
     def grad_weight_grad(self, grad: Tensor, state: State, counter: Tensor | None) -> Tensor:
         sample = mvue_along_tokens(grad, self.pattern, state, counter, self.mvue)
-        return torch.where(state["tail"] > 0, grad, sample)
+        return grad if sample is grad else torch.where(state["tail"] > 0, grad, sample)
 
     def mask(self, weight: Tensor, state: State) -> Tensor | None:
         return state["mask"]

@@ -68,7 +68,7 @@ class MaskDecay(Recipe):
     def needs_total_steps(self) -> bool:
         return True
 
-    def init_state(self, weight: Tensor) -> State:
+    def init_state(self, weight: Tensor, groups: int = 1) -> State:
         return {"keep": scalar(1, weight.device)}
 
     def output_weight(self, weight: Tensor, state: State) -> Tensor:
@@ -98,7 +98,7 @@ class MaskDecay(Recipe):
             factor = 1 - (self.rate or 1 / span) * elapsed
         else:
             factor = math.exp(-(self.rate or math.log(1 / self.eps) / span) * elapsed)
-        return factor if factor >= self.eps * (1 + 1e-9) else 0.0
+        return factor if factor >= self.eps * (1 - 1e-9) else 0.0
 
     def schedule(self, clock: Clock) -> dict[str, float]:
         return {"keep": self.factor(clock)}

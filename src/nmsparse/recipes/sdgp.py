@@ -49,6 +49,8 @@ class SDGP(Recipe):
         return bool(self.mvue) or self.selector != "magnitude"
 
     def grad_input_grad(self, grad: Tensor, state: State, counter: Tensor | None) -> Tensor:
+        if self.pattern.n == self.pattern.m:
+            return grad
         if self.selector == "magnitude":
             pixels = (1, 2) if grad.ndim == 4 else None
             return sdgp(grad, self.pattern, rescale=self.rescale, over=pixels)

@@ -52,7 +52,7 @@ class SSTE(Recipe):
     def runs_in_fp8(self) -> bool:
         return self.precision == "fp8"
 
-    def init_state(self, weight: Tensor) -> State:
+    def init_state(self, weight: Tensor, groups: int = 1) -> State:
         return {"scale": soft_threshold_scale(weight, self.pattern).float()}
 
     def output_weight(self, weight: Tensor, state: State) -> Tensor:

@@ -27,7 +27,7 @@ from nmsparse.recipes._registry import register_recipe
 logger = logging.getLogger(__name__)
 
 
-@register_recipe("step", paper="Lu et al., ICML 2023, arXiv:2302.01172", needs=("freeze_variance",))
+@register_recipe("step", paper="Lu et al., ICML 2023, arXiv:2302.01172", needs=("freeze_variance", "is_frozen"))
 @dataclass(frozen=True)
 class STEP(Recipe):
     """Dense Adam first, then masks under its frozen variance; needs nmsparse.StepAdamW."""
@@ -68,7 +68,7 @@ class STEP(Recipe):
     def needs_total_steps(self) -> bool:
         return isinstance(self.switch, str | float)
 
-    def init_state(self, weight: Tensor) -> State:
+    def init_state(self, weight: Tensor, groups: int = 1) -> State:
         return {"sparse": scalar(0, weight.device)}
 
     def output_weight(self, weight: Tensor, state: State) -> Tensor:
@@ -99,15 +99,30 @@ class STEP(Recipe):
                 rule.record(update.memory, rule.sample(moments))
 
     def after_update(self, update: Update) -> None:
-        if update.memory.get("switched_at") is None and self._is_due(update):
-            update.optimizer.freeze_variance([layer.parameter for layer in update.layers])  # pyrefly: ignore
-            update.set_scalar("sparse", 1.0)
+        if update.memory.get("switched_at") is None:
+            if not self._is_due(update):
+                return
             update.memory["switched_at"] = update.clock.step
+            update.set_scalar("sparse", 1.0)
+        # a layer without a gradient so far has no variance to freeze; it follows as soon as it has one
+        optimizer: Any = update.optimizer
+        parameters = [layer.parameter for layer in update.layers]
+        ready = [p for p in parameters if not optimizer.is_frozen(p) and "exp_avg_sq" in optimizer.state.get(p, {})]
+        if ready:
+            optimizer.freeze_variance(ready)
+
+    def summarize(self, memory: dict[str, Any]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        if memory.get("count"):
+            found["variance_change"] = float(memory["samples"][(memory["count"] - 1) % len(memory["samples"])])
+        if memory.get("switched_at") is not None:
+            found["switched_at"] = memory["switched_at"]
+        return found
 
     def _is_due(self, update: Update) -> bool:
         clock: Clock = update.clock
         if self.switch != "auto":
-            return clock.step >= fraction_or_step_inclusive(self.switch, clock)
+            return clock.step >= fraction_or_step(self.switch, clock)
         if clock.step > self.latest * clock.total:
             logger.warning(
                 "step: AutoSwitch did not settle by update %d (latest = %g) and switches now; consider a fixed switch.",
@@ -121,11 +136,6 @@ class STEP(Recipe):
         group = _group_of(update.optimizer, update.layers[0].parameter)
         threshold = group["eps"] if self.switch_eps is None else self.switch_eps
         return AutoSwitch(self.statistic, threshold, window_length(group["betas"][1]))
-
-
-def fraction_or_step_inclusive(value: int | float, clock: Clock) -> float:
-    """As ``fraction_or_step``, but 1.0 means the whole run."""
-    return float(clock.total) if isinstance(value, float) and value == 1 else fraction_or_step(value, clock)
 
 
 def _group_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class StructureDecay(Recipe):
         """Only the number of kept entries moves, so a compiled graph can follow it in a tensor."""
         return len({stage.m for stage in self.stages_for(0)}) == 1
 
-    def init_state(self, weight: Tensor) -> State:
+    def init_state(self, weight: Tensor, groups: int = 1) -> State:
         if self.has_one_group_size:
             return {"kept": scalar(self.pattern.m, weight.device)}
         # float64: the stage must not depend on rounding; on the CPU, where the op reads it

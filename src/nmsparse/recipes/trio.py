@@ -6,7 +6,7 @@ forward="soft" (default): S-STE forward, Bi-Mask backward, MVUE weight gradient
                  squared norm on Gaussian weights, against 7.4 % with hard masks)
     grad_weight: MVUE(G) in groups of M tokens;   update: straight through
 forward="double-soft":    Wf = Wb = beta * S_O(S_I(W)): continuous and N:M both ways, so the input gradient is exact
-forward="hard":           Bi-Mask's masks in natural row order, with a decay on pruned weights
+forward="hard":           Bi-Mask's masks in natural row order; set `decay` for SR-STE's pull on pruned weights
 Deviations: nothing is published; see the measured comparisons before choosing it over its parents.
 """
 
@@ -72,7 +72,7 @@ class Trio(Recipe):
         along_inputs = soft_threshold(weight, self.pattern)
         return along_inputs if self.forward == "soft" else soft_threshold(along_inputs, self.pattern, dim=0)
 
-    def init_state(self, weight: Tensor) -> State:
+    def init_state(self, weight: Tensor, groups: int = 1) -> State:
         return {} if self.forward == "hard" else {"scale": least_squares_scale(weight, self._project(weight)).float()}
 
     def output_weight(self, weight: Tensor, state: State) -> Tensor:
@@ -89,7 +89,7 @@ class Trio(Recipe):
         return mvue_along_tokens(grad, self.pattern, state, counter, self.mvue)
 
     def mask(self, weight: Tensor, state: State) -> Tensor | None:
-        return magnitude_mask(weight, self.pattern)
+        return self._project(weight) != 0 if self.forward == "double-soft" else magnitude_mask(weight, self.pattern)
 
     def before_update(self, update: Update) -> None:
         update.decay_pruned(self.decay)
