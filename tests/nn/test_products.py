@@ -344,3 +344,9 @@ def test_deep_copies_are_independent() -> None:
     layer._nmsparse.state["scale"].fill_(7)
     assert float(twin._nmsparse.state["scale"]) != 7
     assert isinstance(twin, nm.SparseLinear)
+
+
+def test_shapes_can_be_computed_on_meta() -> None:
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8))
+    nm.sparsify_(model, nm.SSTE("2:4"), targets="all")
+    assert model.to("meta")(torch.empty(3, 16, device="meta")).shape == (3, 8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, cast
 
@@ -40,21 +39,11 @@ class SparseMixin:
 def _autocast(x: Tensor, bias: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor | None, torch.dtype]:
     """Cast as autocast would cast a dense layer, but leave the weight alone: it is projected from its master first."""
     kind = x.device.type
-    if (
-        not torch.amp.is_autocast_available(kind)
-        or not torch.is_autocast_enabled(kind)
-        or x.dtype == torch.float64
-        or not x.is_floating_point()
-    ):
+    # there is no autocast on meta, and even asking is an error
+    if x.is_meta or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64 or not x.is_floating_point():
         return x, bias, weight.dtype
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), None if bias is None else bias.to(dtype), dtype
-
-
-def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """The products choose their own types; some devices (meta) have no autocast to switch off."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 class SparseLinear(SparseMixin, nn.Linear):  # pyrefly: ignore[inconsistent-inheritance]
@@ -69,17 +58,24 @@ def _check_attached(module: SparseMixin) -> None:
     if layer.awaits_optimizer and module.training and torch.is_grad_enabled():
         raise RuntimeError(
             f"{layer.name or 'this layer'} was sparsified with {layer.recipe.name}, whose schedule or decay runs on the "
-            "optimizer, but no "
-            "attached optimizer updates it: call run.attach(optimizer, total_steps=...) before training."
+            "optimizer, but no attached optimizer updates it: call run.attach(optimizer, total_steps=...) before training."
         )
+
+
+def _apply_products(
+    products: Any, layer: Layer, training: bool, form: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Run an autograd function outside autocast: the products choose their own types."""
+    if x.is_meta:
+        return cast(Tensor, products.apply(layer, training, form, x, weight, bias, dtype))
+    with torch.autocast(x.device.type, enabled=False):
+        return cast(Tensor, products.apply(layer, training, form, x, weight, bias, dtype))
 
 
 def _linear(module: Any, input: Tensor, is_transposed: bool) -> Tensor:
     _check_attached(module)
     x, bias, dtype = _autocast(input, module.bias, module.weight)
-    with _without_autocast(x):
-        y = LinearProducts.apply(module._nmsparse, module.training, is_transposed, x, module.weight, bias, dtype)
-    return cast(Tensor, y)
+    return _apply_products(LinearProducts, module._nmsparse, module.training, is_transposed, x, module.weight, bias, dtype)
 
 
 class SparseConv2d(SparseMixin, nn.Conv2d):
@@ -94,9 +90,8 @@ class SparseConv2d(SparseMixin, nn.Conv2d):
         is_single = x.ndim == 3
         x, padding = self._pad(x.unsqueeze(0) if is_single else x)
         geometry = (self.stride, padding, self.dilation, self.groups)
-        with _without_autocast(x):
-            y = ConvProducts.apply(self._nmsparse, self.training, geometry, x, self.weight, bias, dtype)
-        return cast(Tensor, y.squeeze(0) if is_single else y)
+        y = _apply_products(ConvProducts, self._nmsparse, self.training, geometry, x, self.weight, bias, dtype)
+        return y.squeeze(0) if is_single else y
 
     def _pad(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """Padding as two symmetric numbers of zeros; anything else is applied to the input."""
