@@ -215,6 +215,12 @@ def test_stats_report_density_flips_and_schedule() -> None:
     assert sum(item["entries"] for item in stats["layers"].values()) == stats["total"]["entries"]
 
 
+def test_stats_tell_the_decay_where_there_is_one() -> None:
+    _, _, run = start("sr-ste", {"decay": 0.1})
+    assert run.stats()["layers"]["embed"]["decay"] == 0.1
+    assert "decay" not in start("ste", {})[2].stats()["layers"]["embed"]
+
+
 def test_flip_rate_counts_what_one_update_changed() -> None:
     layer = nn.Linear(4, 1, bias=False)
     with torch.no_grad():

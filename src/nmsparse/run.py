@@ -301,7 +301,8 @@ class Run:
         """Plain numbers, per layer and in total, as of the last update.
 
         ``density`` is the share of non-zeros that `output` sees in training; ``flip_rate`` the share of mask bits that
-        one update changed, measured at the last measured update (None before); ``mask_changes`` the same as a count.
+        one update changed, at the last measured update (None before); ``mask_changes`` the same as a count, the papers'
+        sparse architecture divergence. ``decay`` is the strength of the pull on pruned weights, where a recipe has one.
         """
         layers: dict[str, dict[str, Any]] = {}
         for name, handle in self._layers.items():
@@ -327,6 +328,7 @@ class Run:
             "density": float((seen != 0).sum()) / max(seen.numel(), 1),
             "flip_rate": rate,
             "mask_changes": None if rate is None else round(rate * seen.numel()),
+            **({"decay": self.recipe.decay} if hasattr(self.recipe, "decay") else {}),
             **self.recipe.describe(handle.state),
         }
 
