@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from toys import assert_identical
 
 from nmsparse import StepAdamW
 
@@ -51,24 +52,6 @@ def one_parameter(value: float, dtype: torch.dtype = torch.float64, **options: A
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-
-
-def assert_identical(left: Any, right: Any) -> None:
-    """Equal bit for bit, through dicts and lists."""
-    assert type(left) is type(right)
-    if isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for key in left:
-            assert_identical(left[key], right[key])
-    elif isinstance(left, list | tuple):
-        assert len(left) == len(right)
-        for a, b in zip(left, right, strict=True):
-            assert_identical(a, b)
-    elif isinstance(left, Tensor):
-        assert left.dtype == right.dtype
-        assert torch.equal(left, right)
-    else:
-        assert left == right
 
 
 # ---- before freezing ----

@@ -126,3 +126,20 @@ def same(a: nn.Module, b: nn.Module) -> bool:
     """Equal state dicts, bit for bit."""
     first, second = a.state_dict(), b.state_dict()
     return list(first) == list(second) and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def assert_identical(left: Any, right: Any) -> None:
+    """Equal bit for bit, through dicts and lists."""
+    if isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_identical(left[key], right[key])
+    elif isinstance(left, list | tuple):
+        assert len(left) == len(right)
+        for a, b in zip(left, right, strict=True):
+            assert_identical(a, b)
+    elif isinstance(left, Tensor):
+        assert left.dtype == right.dtype
+        assert torch.equal(left, right)
+    else:
+        assert left == right

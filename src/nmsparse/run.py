@@ -394,9 +394,8 @@ class Run:
         for saved, attachment in zip(state["optimizers"], self._attachments, strict=True):
             if self.recipe.needs_total_steps and saved["total_steps"] != attachment.total_steps:
                 raise ValueError(
-                    f"the saved run planned {saved['total_steps']} updates, this one {attachment.total_steps}, and "
-                    f"{self.recipe.name}'s "
-                    "schedule follows that number: attach with the same total_steps."
+                    f"the saved run planned {saved['total_steps']} updates, this one {attachment.total_steps}, and the schedule "
+                    f"of {self.recipe.name} follows that number: attach with the same total_steps."
                 )
         if set(state["layers"]) != set(self._layers):
             odd = sorted(set(state["layers"]) ^ set(self._layers))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from toys import assert_identical
 
 import nmsparse as nm
 from nmsparse.functional import magnitude_mask
@@ -59,23 +60,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, scal
 
 def switched_at(run: nm.Run) -> int | None:
     return run.stats()["total"].get("switched_at")
-
-
-def assert_identical(left: Any, right: Any) -> None:
-    """Equal bit for bit, through dicts and lists."""
-    if isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for key in left:
-            assert_identical(left[key], right[key])
-    elif isinstance(left, list | tuple):
-        assert len(left) == len(right)
-        for a, b in zip(left, right, strict=True):
-            assert_identical(a, b)
-    elif isinstance(left, Tensor):
-        assert left.dtype == right.dtype
-        assert torch.equal(left, right)
-    else:
-        assert left == right
 
 
 def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:

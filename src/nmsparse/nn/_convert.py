@@ -58,11 +58,11 @@ def convert_(
             records[name] = verdict
             skipped.update({f"{name} ({product})": why for product, why in verdict.dense.items()})
         elif selection.is_named:
-            raise ValueError(f"{name}: {verdict}. Leave it out (exclude=[{name!r}]) or change the layer.")
+            raise ValueError(f"{_label(name)}: {verdict}. Leave it out (exclude=[{name!r}]) or change the layer.")
         else:
             skipped[name] = verdict
     if not records:
-        reasons = "; ".join(f"{name}: {why}" for name, why in list(skipped.items())[:4])
+        reasons = "; ".join(f"{_label(name)}: {why}" for name, why in list(skipped.items())[:4])
         raise ValueError(
             f"no layer of this {type(model).__name__} can be made sparse with {recipe.name} {recipe.pattern}: {reasons}."
         )
@@ -74,6 +74,10 @@ def convert_(
             layer.permuted = permuted
     _init_states(records, selection.layers)
     return _swap(model, records, selection.layers), skipped, permuted
+
+
+def _label(name: str) -> str:
+    return name or "the model itself"
 
 
 def _check_model(model: nn.Module) -> None:
@@ -113,7 +117,9 @@ def _examine(name: str, module: nn.Module, recipe: Recipe, owners: dict[int, lis
     """A record for a layer that can be sparse, or the reason why it stays dense."""
     if isinstance(module, SparseMixin):
         present = module._nmsparse.recipe
-        raise ValueError(f"{name} is sparse already ({present.name} {present.pattern}): call densify_ first, or exclude it.")
+        raise ValueError(
+            f"{_label(name)} is sparse already ({present.name} {present.pattern}): call densify_ first, or exclude it."
+        )
     if nn.utils.parametrize.is_parametrized(module):
         return "its weight is computed by a parametrization"
     if sparse_class(type(module)) is None:
@@ -132,7 +138,7 @@ def _examine(name: str, module: nn.Module, recipe: Recipe, owners: dict[int, lis
         return f"its weight has dtype {weight.dtype}, which cannot be trained"
     if not bool(weight.detach().isfinite().all()):
         raise ValueError(
-            f"{name}: its {tuple(weight.shape)} weight holds NaN or Inf, so magnitudes mean nothing; repair or "
+            f"{_label(name)}: its {tuple(weight.shape)} weight holds NaN or Inf, so magnitudes mean nothing; repair or "
             "re-initialise it before sparsify_."
         )
     groups = module.groups if isinstance(module, nn.Conv2d) else 1

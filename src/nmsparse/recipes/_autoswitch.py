@@ -62,7 +62,7 @@ class AutoSwitch:
         samples, count = memory.get("samples"), memory.get("count", 0)
         if samples is None or count < self.window:
             return False
-        newest = (count - 1) % (self.window + 1)
+        newest = newest_sample(memory)
         if self.statistic == "relative":
             return bool(samples[newest] < RELATIVE_CHANGE)
         if self.statistic == "staleness":
@@ -70,6 +70,12 @@ class AutoSwitch:
             return count > self.window and bool(samples[oldest] / samples[newest] > STALENESS)
         last = samples[[(newest - i) % (self.window + 1) for i in range(self.window)]]
         return bool(last.mean() < self.threshold)
+
+
+def newest_sample(memory: dict[str, Any]) -> int:
+    """Where the ring holds its latest sample."""
+    place: int = (memory["count"] - 1) % len(memory["samples"])
+    return place
 
 
 def _layer_sums(grad: Tensor, variance: Tensor, beta2: float) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nmsparse.functional import magnitude_mask
-from nmsparse.recipes._autoswitch import STATISTICS, AutoSwitch, Statistic, window_length
+from nmsparse.recipes._autoswitch import STATISTICS, AutoSwitch, Statistic, newest_sample, window_length
 from nmsparse.recipes._base import OUTPUT, Clock, Recipe, State, Update, check_decay, fraction_or_step, masked, scalar
 from nmsparse.recipes._registry import register_recipe
 
@@ -114,7 +114,9 @@ class STEP(Recipe):
     def summarize(self, memory: dict[str, Any]) -> dict[str, float]:
         found: dict[str, float] = {}
         if memory.get("count"):
-            found["variance_change"] = float(memory["samples"][(memory["count"] - 1) % len(memory["samples"])])
+            # the rival rules sample something else than the change of v
+            name = "variance_change" if self.statistic in ("arithmetic", "geometric") else "switch_statistic"
+            found[name] = float(memory["samples"][newest_sample(memory)])
         if memory.get("switched_at") is not None:
             found["switched_at"] = memory["switched_at"]
         return found
@@ -148,9 +150,7 @@ def _moments(update: Update) -> list[tuple[Tensor, Tensor, float]]:
         grad = layer.gradient()
         if grad is None:
             continue
-        variance = (
-            update.optimizer.state[layer.parameter].get("exp_avg_sq") if layer.parameter in update.optimizer.state else None
-        )
+        variance = update.optimizer.state.get(layer.parameter, {}).get("exp_avg_sq")
         before = torch.zeros_like(grad) if variance is None else layer.view(variance).float()
         moments.append((grad, before, _group_of(update.optimizer, layer.parameter)["betas"][1]))
     return moments
