@@ -10,7 +10,7 @@ from nmsparse.functional._groups import check_divisible, from_groups, magnitude_
 from nmsparse.functional._masks import backward_mask, flip_rate, magnitude_mask, violations
 from nmsparse.functional._mvue import mvue, mvue_approximate, mvue_probabilities
 from nmsparse.functional._pack import pack, unpack
-from nmsparse.functional._random import counter_permutation, counter_uniform, hash_integers
+from nmsparse.functional._random import counter_permutation, counter_uniform, counter_uniform_grid, hash_integers
 from nmsparse.functional._sdgp import sdgp
 from nmsparse.functional._soft import least_squares_scale, soft_threshold, soft_threshold_scale
 from nmsparse.functional._staged import stage_at, staged_mask
@@ -24,6 +24,7 @@ __all__ = [
     "check_divisible",
     "counter_permutation",
     "counter_uniform",
+    "counter_uniform_grid",
     "flip_rate",
     "from_groups",
     "hash_integers",

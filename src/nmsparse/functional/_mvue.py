@@ -111,21 +111,42 @@ def _sample_entries(entries: Sequence[Tensor], pattern: Pattern, u: Tensor) -> l
     magnitudes = [entry.abs().to(computing_dtype(entry)) for entry in entries]
     whole = reduce(torch.add, magnitudes)
     largest = reduce(torch.maximum, magnitudes)
-    dominant = (2 * largest > whole) if pattern.n == 2 else torch.zeros_like(whole, dtype=torch.bool)
-    slots = torch.where(dominant, 1, pattern.n)
-    few = reduce(torch.add, [(magnitude != 0).to(torch.int8) for magnitude in magnitudes]) <= pattern.n
-    certain = [few | (dominant & (magnitude == largest)) for magnitude in magnitudes]
-    open_ = [torch.where(sure, 0, magnitude) for sure, magnitude in zip(certain, magnitudes, strict=True)]
-    uppers = list(accumulate(open_))
-    total = uppers[-1]
-    points = [torch.ceil(slots * (upper / torch.where(total == 0, 1, total)) - u) for upper in uppers]
+    spacing = whole
+    if pattern.n == 2:
+        # half of all, but a dominant entry counts for no more than all others together: it fills one spacing, is hit by
+        # exactly one point, and the other point falls on the rest
+        rest = _sum_without_largest(magnitudes)
+        spacing = torch.minimum(rest, (rest + largest) * 0.5)
+    reach = spacing.clamp(min=torch.finfo(spacing.dtype).tiny)  # a lone entry still fills something
+    uppers = list(accumulate(torch.minimum(magnitude, reach) for magnitude in magnitudes))
+    left = torch.zeros_like(whole)
+    for i in reversed(range(pattern.m)):  # rounding must not push a point past the last non-zero
+        uppers[i] = torch.where(left == 0, torch.inf, uppers[i])
+        left = left + magnitudes[i]
+    bits = 2.0 ** (23 if u.dtype == torch.float32 else 52)
+    points = [u * reach]
+    if pattern.n == 2:
+        last = (1 + (u * bits).floor() / bits) * reach  # 1 + u is exact
+        points = [last - reach, last]  # and so is the difference: the two never fall on one entry
     out = []
-    for i, (entry, sure, rest) in enumerate(zip(entries, certain, open_, strict=True)):
-        is_hit = (points[i] > (points[i - 1] if i else 0)) & (rest > 0)
-        sampled = torch.where(is_hit, torch.copysign(total / slots, entry), 0).to(entry.dtype)
+    for i, (entry, magnitude) in enumerate(zip(entries, magnitudes, strict=True)):
+        hits = [point < uppers[i] if i == 0 else (uppers[i - 1] <= point) & (point < uppers[i]) for point in points]
+        is_hit = reduce(torch.logical_or, hits) & (magnitude > 0)
+        sampled = torch.where(is_hit, torch.copysign(torch.maximum(magnitude, spacing), entry), 0).to(entry.dtype)
         broken = torch.nan if i < pattern.n else 0.0
-        out.append(torch.where(whole.isfinite(), torch.where(sure, entry, sampled), broken))
+        out.append(torch.where(whole.isfinite(), sampled, broken))
     return out
+
+
+def _sum_without_largest(magnitudes: Sequence[Tensor]) -> Tensor:
+    """The sum of all but the largest, without subtracting: pairs pass their smaller members on to the sum."""
+    if len(magnitudes) == 4:  # the order in which the kernel adds
+        (a, b, c, d) = magnitudes
+        return (torch.minimum(a, b) + torch.minimum(c, d)) + torch.minimum(torch.maximum(a, b), torch.maximum(c, d))
+    rest, largest = torch.zeros_like(magnitudes[0]), magnitudes[0]
+    for magnitude in magnitudes[1:]:
+        rest, largest = rest + torch.minimum(largest, magnitude), torch.maximum(largest, magnitude)
+    return rest
 
 
 def mvue_approximate(

@@ -27,6 +27,12 @@ def _mix(h: Tensor) -> Tensor:
     return h ^ ((h >> 16) & 0xFFFF)
 
 
+def _mix_pair(h: Tensor) -> Tensor:
+    """Half a finaliser, for the xor of two words that are random already; only its upper bits are good."""
+    h = h * FIRST
+    return (h ^ ((h >> 15) & 0x1FFFF)) * _signed(SECOND)
+
+
 def hash_integers(*values: int) -> int:
     """Mix Python integers into one int32, on the host: keys for streams and counters."""
     h = 0
@@ -52,15 +58,27 @@ def counter_bits(count: int, stream: Tensor | int, counter: Tensor | int, device
     return _mix(_mix(element ^ _times(stream, STREAM)) ^ _times(counter, COUNTER) ^ _times(stream, SECOND_STREAM))
 
 
+def _to_uniform(bits: Tensor) -> Tensor:
+    """The upper 23 bits as float32 in [0, 1): 1 + u is then exact in float32 as well."""
+    return ((bits >> 9) & 0x7FFFFF).to(torch.float32) * 2.0**-23
+
+
 def counter_uniform(
     shape: tuple[int, ...], stream: Tensor | int, counter: Tensor | int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """float32 uniforms in [0, 1) with 24 random bits, keyed by int32 ``stream`` and ``counter``."""
+    """float32 uniforms in [0, 1) with 23 random bits, keyed by int32 ``stream`` and ``counter``."""
     count = 1
     for size in shape:
         count *= size
-    bits = counter_bits(count, stream, counter, device)
-    return (((bits >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24).view(shape)
+    return _to_uniform(counter_bits(count, stream, counter, device)).view(shape)
+
+
+def counter_uniform_grid(rows: int, columns: int, stream: Tensor, counter: Tensor, device: torch.device | str = "cpu") -> Tensor:
+    """(rows, columns) uniforms from one hash per row, one per column, and half a hash per entry: cheap enough to draw
+    beside every memory access of a kernel."""
+    of_row = counter_bits(rows, stream, counter, device)
+    of_column = counter_bits(columns, ~stream, counter, device)
+    return _to_uniform(_mix_pair(of_row[:, None] ^ of_column[None, :]))
 
 
 def counter_permutation(count: int, stream: int, counter: int, device: torch.device | str = "cpu") -> Tensor:

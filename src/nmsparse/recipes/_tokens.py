@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nmsparse.functional import counter_uniform, mvue, mvue_approximate
+from nmsparse.functional import counter_uniform_grid, mvue, mvue_approximate
 from nmsparse.pattern import Pattern
 from nmsparse.recipes._base import State
 
@@ -35,6 +35,6 @@ def mvue_along_tokens(grad: Tensor, pattern: Pattern, state: State, counter: Ten
     padded = torch.nn.functional.pad(flat, (0, 0, 0, missing)) if missing else flat
     groups = (tokens + missing) // pattern.m
     draws = 2 if estimator == "approximate" else 1
-    uniform = counter_uniform((groups, draws, flat.shape[1]), state["stream"], counter, flat.device)
+    uniform = counter_uniform_grid(groups * draws, flat.shape[1], state["stream"], counter, flat.device)
     sample = mvue_approximate if estimator == "approximate" else mvue
     return sample(padded, pattern, dim=0, uniform=uniform)[:tokens].view_as(grad)

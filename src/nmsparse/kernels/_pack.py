@@ -1,0 +1,429 @@
+"""Triton kernels that prune and pack in one pass: read the dense tensor once, write the hardware's layout (see _layout).
+
+A program owns 32 rows x COLUMNS columns of the stored matrix, in two passes of 16 rows, and one warp owns whole rows, so that
+whatever shares a metadata word meets in one thread or in neighbours. In pass j, entry i (0..3) of the four row groups a = 0..3 is
+
+    row = 16 * (a // 2) + 8 * (a % 2) + 4 * j + i          group along rows g = 4 * (a // 2) + 2 * (a % 2) + j
+
+so the rows r and r + 8, whose nibbles share a byte of the K-major metadata, come in the same pass.
+
+Bytes per element: source (2 or 4) + 1.125 for each packed copy.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nmsparse.kernels._layout import packed_size
+
+TILE_ROWS = 32
+
+
+@triton.jit
+def _row(j, i: tl.constexpr):
+    """Rows of the tile that hold entry i of the four row groups of pass j."""
+    a = tl.arange(0, 4)
+    return 16 * (a // 2) + 8 * (a % 2) + 4 * j + i
+
+
+@triton.jit
+def _two_of(a, b, c):
+    return (a & b) | (a & c) | (b & c)
+
+
+@triton.jit
+def _kept(x0, x1, x2, x3):
+    """Flags of the two largest magnitudes; ties keep the lower position. An entry is dropped when two others beat it.
+
+    Magnitudes are compared as integers, which puts NaN above everything, as functional's magnitude_key does.
+    """
+    k0, k1 = x0.to(tl.int32, bitcast=True) & 0x7FFFFFFF, x1.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    k2, k3 = x2.to(tl.int32, bitcast=True) & 0x7FFFFFFF, x3.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    b10, b20, b30 = k1 > k0, k2 > k0, k3 > k0
+    b21, b31, b32 = k2 > k1, k3 > k1, k3 > k2
+    return (
+        ~_two_of(b10, b20, b30),
+        ~_two_of(~b10, b21, b31),
+        ~_two_of(~b20, ~b21, b32),
+        ~_two_of(~b30, ~b31, ~b32),
+    )
+
+
+@triton.jit
+def _compressed(x0, x1, x2, x3, k0, k1, k2, k3):
+    """First and second kept value, and the nibble of their positions; exactly two flags are set."""
+    first = tl.where(k0, x0, tl.where(k1, x1, x2))
+    second = tl.where(k3, x3, tl.where(k2, x2, x1))
+    nibble = tl.where(k0, 0, tl.where(k1, 1, 2)) | tl.where(k3, 12, tl.where(k2, 8, 4))
+    return first + 0.0, second + 0.0, nibble  # adding 0 makes a -0.0 positive
+
+
+@triton.jit
+def _with_sign(magnitude, x):
+    sign = x.to(tl.int32, bitcast=True) & -2147483648
+    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _threshold(x0, x1, x2, x3):
+    """The largest dropped magnitude: the third of four."""
+    a0, a1, a2, a3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
+    second_or_third = tl.minimum(tl.maximum(a0, a1), tl.maximum(a2, a3))
+    return tl.minimum(second_or_third, tl.maximum(tl.minimum(a0, a1), tl.minimum(a2, a3)))
+
+
+@triton.jit
+def _shrink(x, threshold, scale):
+    """What soft thresholding leaves of an entry, and whether it survives. "not <=" lets NaN through."""
+    magnitude = tl.abs(x)
+    survives = ~(magnitude <= threshold)
+    return tl.where(survives, _with_sign(magnitude - threshold, x) * scale, 0.0), survives
+
+
+@triton.jit
+def _project(x0, x1, x2, x3, scale, SOFT: tl.constexpr):
+    """The four entries of a group as a direction sees them, and flags of what it keeps.
+
+    Of the soft flags fewer than two may be set, where magnitudes are equal or zero.
+    """
+    if SOFT:
+        t = _threshold(x0, x1, x2, x3)
+        p0, k0 = _shrink(x0, t, scale)
+        p1, k1 = _shrink(x1, t, scale)
+        p2, k2 = _shrink(x2, t, scale)
+        p3, k3 = _shrink(x3, t, scale)
+    else:
+        k0, k1, k2, k3 = _kept(x0, x1, x2, x3)
+        p0, p1, p2, p3 = tl.where(k0, x0, 0.0), tl.where(k1, x1, 0.0), tl.where(k2, x2, 0.0), tl.where(k3, x3, 0.0)
+    return p0, p1, p2, p3, k0, k1, k2, k3
+
+
+@triton.jit
+def _compress_projected(p0, p1, p2, p3, k0, k1, k2, k3, SOFT: tl.constexpr):
+    if SOFT:
+        k0 = k0 | ~_two_of(k1, k2, k3)  # fewer than two survive: position 0, or 0 and 1, with a zero
+    return _compressed(p0, p1, p2, p3, k0, k1, k2, k3)
+
+
+@triton.jit
+def _split4(x, GROUPS: tl.constexpr):
+    """(4, 4 * GROUPS) into the four entries of its groups along columns, each (4, GROUPS)."""
+    even, odd = tl.split(tl.reshape(x, (4, GROUPS, 2, 2)))
+    e0, e2 = tl.split(even)
+    e1, e3 = tl.split(odd)
+    return e0, e1, e2, e3
+
+
+@triton.jit
+def _join4(e0, e1, e2, e3, GROUPS: tl.constexpr):
+    """Undo _split4."""
+    return tl.reshape(tl.join(tl.join(e0, e2), tl.join(e1, e3)), (4, 4 * GROUPS))
+
+
+@triton.jit
+def _column_words(nibbles, j, COLUMNS: tl.constexpr):
+    """What pass j adds to the metadata of an M-major tile: (4, COLUMNS) nibbles to (2, COLUMNS) half words.
+
+    The bytes of a word are the groups 0 4 1 5 2 6 3 7, so group 4h + 2q + j of this pass is byte 2j + h of half q.
+    """
+    h = tl.arange(0, 2)[:, None, None]
+    return tl.sum(tl.reshape(nibbles, (2, 2, COLUMNS)) << (8 * h), 0) << (16 * j)
+
+
+@triton.jit
+def _store_column_words(words, meta_ptr, row, column, k, left, COLUMNS: tl.constexpr):
+    """Logical rows r and r + 8 (columns here) share a word: low and high nibbles."""
+    pairs = tl.reshape(words, (2, COLUMNS // 16, 2, 8))
+    both = tl.sum(pairs << (4 * tl.arange(0, 2))[None, None, :, None], 2)
+    half = tl.arange(0, 2)[:, None, None]
+    r = tl.arange(0, COLUMNS // 16)[None, :, None] * 16 + tl.arange(0, 8)[None, None, :]
+    logical = column + r
+    word = (logical // 64).to(tl.int64) * k + row + logical % 64 // 16 * 8 + logical % 8  # of 8 bytes
+    tl.store(meta_ptr + 2 * word + half, both, (r < left) & (half >= 0))
+
+
+@triton.jit
+def _store_column_values(first, second, out_ptr, row, j, column, columns, left, COLUMNS: tl.constexpr):
+    """Two values of each group of four rows, M-major: rows 2g and 2g + 1."""
+    c = tl.arange(0, COLUMNS)[None, :]
+    address = out_ptr + (row + _row(j, 0)[:, None]) // 2 * columns + column + c
+    tl.store(address, first.to(out_ptr.dtype.element_ty), c < left)
+    tl.store(address + columns, second.to(out_ptr.dtype.element_ty), c < left)
+
+
+@triton.jit
+def _store_row(first, second, nibbles, out_ptr, meta_ptr, row, j, i: tl.constexpr, column, columns, left, KIND: tl.constexpr, GROUPS: tl.constexpr):
+    """Values and metadata of entry i's rows, K-major. A pair of values is one 32-bit word; rows r and r + 8 share a byte."""
+    low = first.to(KIND).to(tl.uint16, bitcast=True).to(tl.uint32)
+    high = second.to(KIND).to(tl.uint16, bitcast=True).to(tl.uint32)
+    g = tl.arange(0, GROUPS)[None, :]
+    address = (row + _row(j, i)[:, None]) * (columns // 4) + column // 4 + g
+    tl.store(out_ptr + address, (low | (high << 16)).to(tl.int32, bitcast=True), 4 * g < left)
+    halves = tl.reshape(nibbles, (2, 2, GROUPS))
+    both = tl.sum(halves << (4 * tl.arange(0, 2))[None, :, None], 1)
+    block = row % 64 // 16 + tl.arange(0, 2)[:, None]
+    group = column // 4 + g
+    byte = row // 64 * 8 * columns + block * 64 + (4 * j + i) * 8 + group // 8 * 256 + group % 4 * 2 + group // 4 % 2
+    tl.store(meta_ptr + byte, both.to(tl.uint8), (4 * g < left) & (block >= 0))
+
+
+@triton.jit
+def _load(x_ptr, mask_ptr, row, j, i: tl.constexpr, column, rows, columns, left, HAS_MASK: tl.constexpr, ALL_ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Entry i of the row groups of pass j in fp32; zero where masked, and past the last row."""
+    c = tl.arange(0, COLUMNS)[None, :]
+    r = row + _row(j, i)[:, None]
+    inside = c < left if ALL_ROWS else (c < left) & (r < rows)
+    x = tl.load(x_ptr + r * columns + column + c, inside, other=0.0).to(tl.float32)
+    if HAS_MASK:
+        x = tl.where(tl.load(mask_ptr + r * columns + column + c, inside, other=0) != 0, x, 0.0)
+    return x
+
+
+@triton.jit
+def _weight_kernel(
+    x_ptr, mask_ptr, scale_ptr, m_ptr, m_meta, k_ptr, k_meta, rows, columns,
+    SOFT: tl.constexpr, HAS_MASK: tl.constexpr, COLUMNS_FIRST: tl.constexpr, EMIT_M: tl.constexpr, EMIT_K: tl.constexpr,
+    KIND: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Project along one direction, keep the two largest of that along the other, and pack either or both.
+
+    The K-major copy has its groups along columns, the M-major one along rows.
+    """
+    GROUPS: tl.constexpr = COLUMNS // 4
+    row = tl.program_id(1).to(tl.int64) * 32
+    column = tl.program_id(0) * COLUMNS
+    left = columns - column
+    scale = tl.load(scale_ptr) if SOFT else 1.0
+    words = tl.zeros((2, COLUMNS), tl.int32)
+    for j in tl.range(2):
+        x0 = _load(x_ptr, mask_ptr, row, j, 0, column, rows, columns, left, HAS_MASK, True, COLUMNS)
+        x1 = _load(x_ptr, mask_ptr, row, j, 1, column, rows, columns, left, HAS_MASK, True, COLUMNS)
+        x2 = _load(x_ptr, mask_ptr, row, j, 2, column, rows, columns, left, HAS_MASK, True, COLUMNS)
+        x3 = _load(x_ptr, mask_ptr, row, j, 3, column, rows, columns, left, HAS_MASK, True, COLUMNS)
+        if COLUMNS_FIRST:
+            x0 = _project_row(x0, scale, k_ptr, k_meta, row, j, 0, column, columns, left, SOFT, EMIT_K, KIND, GROUPS)
+            x1 = _project_row(x1, scale, k_ptr, k_meta, row, j, 1, column, columns, left, SOFT, EMIT_K, KIND, GROUPS)
+            x2 = _project_row(x2, scale, k_ptr, k_meta, row, j, 2, column, columns, left, SOFT, EMIT_K, KIND, GROUPS)
+            x3 = _project_row(x3, scale, k_ptr, k_meta, row, j, 3, column, columns, left, SOFT, EMIT_K, KIND, GROUPS)
+            if EMIT_M:
+                k0, k1, k2, k3 = _kept(x0, x1, x2, x3)
+                first, second, nibbles = _compressed(x0, x1, x2, x3, k0, k1, k2, k3)
+                _store_column_values(first, second, m_ptr, row, j, column, columns, left, COLUMNS)
+                words += _column_words(nibbles, j, COLUMNS)
+        else:
+            x0, x1, x2, x3, k0, k1, k2, k3 = _project(x0, x1, x2, x3, scale, SOFT)
+            if EMIT_M:
+                first, second, nibbles = _compress_projected(x0, x1, x2, x3, k0, k1, k2, k3, SOFT)
+                _store_column_values(first, second, m_ptr, row, j, column, columns, left, COLUMNS)
+                words += _column_words(nibbles, j, COLUMNS)
+            if EMIT_K:
+                _project_row(x0, scale, k_ptr, k_meta, row, j, 0, column, columns, left, False, True, KIND, GROUPS)
+                _project_row(x1, scale, k_ptr, k_meta, row, j, 1, column, columns, left, False, True, KIND, GROUPS)
+                _project_row(x2, scale, k_ptr, k_meta, row, j, 2, column, columns, left, False, True, KIND, GROUPS)
+                _project_row(x3, scale, k_ptr, k_meta, row, j, 3, column, columns, left, False, True, KIND, GROUPS)
+    if EMIT_M:
+        _store_column_words(words, m_meta, row, column, rows, left, COLUMNS)
+
+
+@triton.jit
+def _project_row(
+    x, scale, k_ptr, k_meta, row, j, i: tl.constexpr, column, columns, left,
+    SOFT: tl.constexpr, EMIT: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Project entry i's rows along columns, and store their packed copy if asked to."""
+    e0, e1, e2, e3 = _split4(x, GROUPS)
+    p0, p1, p2, p3, k0, k1, k2, k3 = _project(e0, e1, e2, e3, scale, SOFT)
+    if EMIT:
+        first, second, nibbles = _compress_projected(p0, p1, p2, p3, k0, k1, k2, k3, SOFT)
+        _store_row(first, second, nibbles, k_ptr, k_meta, row, j, i, column, columns, left, KIND, GROUPS)
+    return _join4(p0, p1, p2, p3, GROUPS)
+
+
+@triton.jit
+def _mix(h):
+    """The 32-bit finaliser of functional's counter-based numbers."""
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = (h ^ (h >> 15)) * 0x846CA68B
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _mix_pair(h):
+    """Half a finaliser, for the xor of two words that are random already; only its upper bits are good."""
+    h = h * 0x7FEB352D
+    return (h ^ (h >> 15)) * 0x846CA68B
+
+
+@triton.jit
+def _bits(element, stream, counter):
+    """functional.counter_bits at flat positions ``element``."""
+    return _mix(_mix(element ^ (stream * 0x9E3779B9)) ^ (counter * 0x85EBCA6B) ^ (stream * 0xC2B2AE35))
+
+
+@triton.jit
+def _sample(x0, x1, x2, x3, u1):
+    """Sample two of four as functional.mvue does, compressed: first and second value, and the nibble. ``u1`` is 1 + u.
+
+    With R the sum of all but the largest magnitude, the spacing of the two points is min(R, (R + largest) / 2), and no
+    magnitude counts for more than the spacing: a dominant entry then fills one spacing and is always hit. What is kept
+    becomes as large as the spacing, or stays as it is if it is larger. A group without a finite sum becomes NaN.
+
+    q - p is exactly the spacing, so the points never fall on one entry: p >= e_i implies q >= e_i + (entry i + 1).
+    """
+    a0, a1, a2, a3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
+    high, low = tl.maximum(a0, a1), tl.minimum(a0, a1)
+    high2, low2 = tl.maximum(a2, a3), tl.minimum(a2, a3)
+    rest = (low + low2) + tl.minimum(high, high2)
+    spacing = tl.minimum(rest, (rest + tl.maximum(high, high2)) * 0.5)
+    reach = tl.maximum(spacing, 1.1754943508222875e-38)  # a lone entry still fills something
+    e0 = tl.minimum(a0, reach)
+    e1 = e0 + tl.minimum(a1, reach)
+    e2 = e1 + tl.minimum(a2, reach)
+    q = u1 * reach
+    p = q - reach
+    first0, first1 = (p < e0) | ~(p < e2), p < e1  # past e2 there is one entry in the whole group, or none
+    second1, second2 = q < e1, (q < e2) | (a3 == 0)  # rounding must not push the point on an entry that is zero
+    x = tl.where(first0, x0, tl.where(first1, x1, x2))
+    y = tl.where(second1, x1, tl.where(second2, x2, x3))
+    nibble = tl.where(first0, 0, tl.where(first1, 1, 2)) | tl.where(second1, 4, tl.where(second2, 8, 12))
+    whole = (a0 + a1) + (a2 + a3)
+    poison = whole - whole  # 0, or NaN; adding it also makes a -0.0 positive
+    return _with_sign(tl.maximum(tl.abs(x), spacing), x) + poison, _with_sign(tl.maximum(tl.abs(y), spacing), y) + poison, nibble
+
+
+@triton.jit
+def _gradient_kernel(
+    x_ptr, stream_ptr, counter_ptr, m_ptr, m_meta, k_ptr, k_meta, sums_ptr, rows, padded_rows, columns,
+    EMIT_M: tl.constexpr, EMIT_K: tl.constexpr, ALL_ROWS: tl.constexpr, KIND: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """An output gradient (tokens, channels): MVUE along tokens, M-major; the two largest of four channels, K-major.
+
+    The K-major copy comes with the sums of |G| before and after pruning, for each tile and token.
+    """
+    GROUPS: tl.constexpr = COLUMNS // 4
+    row = tl.program_id(1).to(tl.int64) * 32
+    column = tl.program_id(0) * COLUMNS
+    left = columns - column
+    words = tl.zeros((2, COLUMNS), tl.int32)
+    if EMIT_M:
+        stream = tl.load(stream_ptr).to(tl.uint32, bitcast=True)
+        counter = tl.load(counter_ptr).to(tl.uint32, bitcast=True)
+        of_column = _bits((column + tl.arange(0, COLUMNS)).to(tl.uint32), stream ^ 0xFFFFFFFF, counter)[None, :]
+    for j in tl.range(2):
+        x0 = _load(x_ptr, x_ptr, row, j, 0, column, rows, columns, left, False, ALL_ROWS, COLUMNS)
+        x1 = _load(x_ptr, x_ptr, row, j, 1, column, rows, columns, left, False, ALL_ROWS, COLUMNS)
+        x2 = _load(x_ptr, x_ptr, row, j, 2, column, rows, columns, left, False, ALL_ROWS, COLUMNS)
+        x3 = _load(x_ptr, x_ptr, row, j, 3, column, rows, columns, left, False, ALL_ROWS, COLUMNS)
+        if EMIT_M:
+            of_row = _bits(((row + _row(j, 0)) // 4).to(tl.uint32), stream, counter)[:, None]
+            u1 = ((_mix_pair(of_row ^ of_column) >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
+            first, second, nibbles = _sample(x0, x1, x2, x3, u1)
+            _store_column_values(first, second, m_ptr, row, j, column, columns, left, COLUMNS)
+            words += _column_words(nibbles, j, COLUMNS)
+        if EMIT_K:
+            _emit_token(x0, k_ptr, k_meta, sums_ptr, row, j, 0, column, padded_rows, columns, left, KIND, GROUPS)
+            _emit_token(x1, k_ptr, k_meta, sums_ptr, row, j, 1, column, padded_rows, columns, left, KIND, GROUPS)
+            _emit_token(x2, k_ptr, k_meta, sums_ptr, row, j, 2, column, padded_rows, columns, left, KIND, GROUPS)
+            _emit_token(x3, k_ptr, k_meta, sums_ptr, row, j, 3, column, padded_rows, columns, left, KIND, GROUPS)
+    if EMIT_M:
+        _store_column_words(words, m_meta, row, column, padded_rows, left, COLUMNS)
+
+
+@triton.jit
+def _emit_token(x, k_ptr, k_meta, sums_ptr, row, j, i: tl.constexpr, column, padded_rows, columns, left, KIND: tl.constexpr, GROUPS: tl.constexpr):
+    e0, e1, e2, e3 = _split4(x, GROUPS)
+    k0, k1, k2, k3 = _kept(e0, e1, e2, e3)
+    first, second, nibbles = _compressed(e0, e1, e2, e3, k0, k1, k2, k3)
+    _store_row(first, second, nibbles, k_ptr, k_meta, row, j, i, column, columns, left, KIND, GROUPS)
+    sums = sums_ptr + tl.program_id(0).to(tl.int64) * 2 * padded_rows + row + _row(j, i)
+    tl.store(sums, tl.sum(tl.abs(x), 1))
+    tl.store(sums + padded_rows, tl.sum(tl.abs(first) + tl.abs(second), 1))
+
+
+KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def _columns(stored: torch.dtype, both: bool) -> int:
+    """Columns of a tile: a warp reads whole rows of it, 16 bytes a thread, as far as registers last."""
+    return 128 if stored == torch.float32 or both else 256
+
+
+def _halves(packed: Tensor, count: int, words: torch.dtype, metadata: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Values and metadata of a packed operand of ``count`` logical entries."""
+    return packed[: count // 2].view(words), packed[count // 2 :].view(metadata)
+
+
+def pack_weight(
+    weight: Tensor,
+    along_columns: Tensor | None,
+    along_rows: Tensor | None,
+    *,
+    columns_first: bool,
+    mask: Tensor | None = None,
+    scale: Tensor | None = None,
+    columns: int | None = None,
+    warps: int = 1,
+) -> None:
+    """Project a stored (rows, columns) weight and write its packed copies into the given buffers.
+
+    ``mask`` zeroes entries before anything else; ``scale`` switches from hard selection to soft thresholding times it. The
+    direction that comes second keeps the two largest of what the first one left.
+    """
+    height, width = weight.shape
+    both = along_columns is not None and along_rows is not None
+    wide = columns or _columns(weight.dtype, both)
+    spare = weight.new_empty(0)
+    kind = along_rows if along_columns is None else along_columns
+    assert kind is not None, "at least one copy is asked for"
+    k_values, k_meta = (spare, spare) if along_columns is None else _halves(along_columns, height * width, torch.int32, torch.uint8)
+    m_values, m_meta = (spare, spare) if along_rows is None else _halves(along_rows, height * width, along_rows.dtype, torch.int32)
+    with torch.cuda.device_of(weight):
+        _weight_kernel[(triton.cdiv(width, wide), height // TILE_ROWS)](
+            weight, spare if mask is None else mask.view(torch.uint8), spare if scale is None else scale,
+            m_values, m_meta, k_values, k_meta, height, width,
+            SOFT=scale is not None, HAS_MASK=mask is not None, COLUMNS_FIRST=columns_first,
+            EMIT_M=along_rows is not None, EMIT_K=along_columns is not None, KIND=KINDS[kind.dtype], COLUMNS=wide, num_warps=warps,
+        )  # fmt: skip
+
+
+def padded(tokens: int) -> int:
+    """Tokens with those that fill the last atom of the layout."""
+    return -(-tokens // 64) * 64
+
+
+def pack_gradient(
+    grad: Tensor,
+    stream: Tensor | None,
+    counter: Tensor | None,
+    *,
+    along_tokens: bool,
+    along_channels: bool,
+    columns: int | None = None,
+    warps: int = 1,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Pack a (tokens, channels) output gradient in one read.
+
+    Returns the MVUE sample along tokens (M-major), the two largest of four channels (K-major), both with tokens padded to
+    a multiple of 64 by zeros, and the (2, tokens) sums of magnitudes before and after the second pruning.
+    """
+    tokens, channels = grad.shape
+    rows = padded(tokens)
+    wide = columns or _columns(grad.dtype, along_tokens and along_channels)
+    tiles = triton.cdiv(channels, wide)
+    spare = grad.new_empty(0)
+    m_copy = grad.new_empty(packed_size(channels, rows)) if along_tokens else spare
+    k_copy = grad.new_empty(packed_size(rows, channels)) if along_channels else spare
+    m_values, m_meta = _halves(m_copy, rows * channels, grad.dtype, torch.int32) if along_tokens else (spare, spare)
+    k_values, k_meta = _halves(k_copy, rows * channels, torch.int32, torch.uint8) if along_channels else (spare, spare)
+    sums = grad.new_empty((tiles, 2, rows) if along_channels else 0, dtype=torch.float32)
+    with torch.cuda.device_of(grad):
+        _gradient_kernel[(tiles, rows // TILE_ROWS)](
+            grad, spare if stream is None else stream, spare if counter is None else counter,
+            m_values, m_meta, k_values, k_meta, sums, tokens, rows, channels,
+            EMIT_M=along_tokens, EMIT_K=along_channels, ALL_ROWS=rows == tokens, KIND=KINDS[grad.dtype], COLUMNS=wide, num_warps=warps,
+        )  # fmt: skip
+    totals = sums.sum(0)[:, :tokens] if along_channels else None
+    return m_copy if along_tokens else None, k_copy if along_channels else None, totals
