@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from nmsparse.nn import Layer, SparseMixin, SparseModule
+from nmsparse.nn import Layer, SparseMixin, SparseModule, fast
 from nmsparse.recipes import Clock, Recipe, State
 
 
@@ -28,20 +26,6 @@ def _add_decay(
         term = torch.where(mask, 0, weight.to(wide)) * decay
         # 16-bit gradients are summed in fp32 and rounded once
         grad.copy_(grad.to(wide) + (term if scale is None else term * scale))
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
-
-
-def fast(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
-    """On a GPU the compiled function, all layers in one call: outside the model's own graph, dozens of small kernels per
-    layer would add up.
-
-    Without Triton there is no compiler for the GPU, and the same function runs as it is.
-    """
-    return _compiled(function) if tensor.is_cuda and find_spec("triton") is not None else function
 
 
 @dataclass(eq=False)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nmsparse._saved import copied, describe, from_saved, to_saved
+from nmsparse._tensor_cores import Rule, TensorCores, Verdict
 from nmsparse._update import FiniteCheck, LayerHandle, OptimizerUpdate, fill
 from nmsparse.functional import flip_rate, hash_integers
 from nmsparse.nn import Layer, Permuted, RemovedWithSparsity, SparseModule, Targets, convert_, layer_of
@@ -34,6 +35,8 @@ def sparsify_(
     targets: Targets = "all-linear",
     exclude: Targets | None = None,
     *,
+    plan: Verdict | None = None,
+    emulate: bool = False,
     seed: int = 0,
 ) -> Run:
     """Convert a model in place and return the handle of the run.
@@ -42,13 +45,17 @@ def sparsify_(
     module names or name suffixes, or a regular expression for whole names; ``exclude`` likewise. Layers that a keyword
     sweeps up but that cannot be sparse stay dense, with the reason in ``run.skipped``; layers named one by one must
     fit. ``seed`` keys every random draw of the recipe. On an error the model is as it was.
+
+    On a Hopper GPU the 2:4 products of a training run go to the sparse tensor cores where that is faster: as ``plan``
+    says (see :func:`nmsparse.plan`), or by a rule from our measurements. ``run.products`` tells what runs how, and why.
+    ``emulate=True`` computes everything with ordinary products, as on any other device.
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(
             f'recipe must be a recipe such as nmsparse.SSTE("2:4") or nmsparse.recipe("s-ste", "2:4"), got {recipe!r}.'
         )
     modules, skipped, permuted = convert_(model, recipe, targets, exclude, seed)
-    return Run(model, recipe, modules, skipped, permuted, seed)
+    return Run(model, recipe, modules, skipped, permuted, seed, None if emulate else plan or Rule())
 
 
 class _BeforeForward(RemovedWithSparsity):
@@ -114,6 +121,7 @@ class Run:
         skipped: dict[str, str],
         permuted: Permuted,
         seed: int,
+        verdict: Verdict | None = None,
     ) -> None:
         self.recipe = recipe
         self.skipped = skipped
@@ -122,6 +130,7 @@ class Run:
         self._layers = {name: LayerHandle(name, module, layer_of(module)) for name, module in modules.items()}
         self._hook = _BeforeForward([handle.layer for handle in self._layers.values()], recipe, permuted)
         self._attachments: list[_Attachment] = []
+        self._tensor_cores = TensorCores(recipe, verdict)
         self._flips: dict[str, Tensor] = {}
         model.register_forward_pre_hook(self._hook)
 
@@ -129,6 +138,18 @@ class Run:
     def layers(self) -> list[str]:
         """Names of the sparse layers."""
         return list(self._layers)
+
+    @property
+    def products(self) -> dict[str, dict[str, str]]:
+        """How each layer computes the recipe's sparse products: "sparse" on sparse tensor cores, else why not."""
+        return {name: self._tensor_cores.describe(handle) for name, handle in self._layers.items() if handle.is_live}
+
+    def refresh(self) -> None:
+        """Pack all weights again. Needed only after changing weights by hand, outside of the optimizer, in a compiled
+        model; loading a state dict does it by itself."""
+        for handle in self._layers.values():
+            if handle.is_live:
+                handle.layer.refresh(handle.parameter)
 
     @property
     def step(self) -> int:
@@ -181,6 +202,7 @@ class Run:
         self._attachments.append(attachment)
         for layer in layers:
             layer.layer.awaits_optimizer = False
+        self._tensor_cores.engage(layers, attachment.clock, attachment.memory)
         attachment.hooks = [
             optimizer.register_step_pre_hook(lambda _, args, kwargs: self._before_step(attachment, args, kwargs)),
             optimizer.register_step_post_hook(lambda *_: self._after_step(attachment)),
@@ -198,6 +220,7 @@ class Run:
             hook.remove()
         for layer in attachment.layers:
             layer.layer.awaits_optimizer = self.recipe.needs_clock
+            layer.layer.sparse = None  # nobody would pack its weight after an update
 
     def _check_attachable(self, optimizer: torch.optim.Optimizer, total_steps: int | None, stats_every: int) -> None:
         if any(attachment.optimizer is optimizer for attachment in self._attachments):
@@ -253,6 +276,7 @@ class Run:
                 "call step() without a closure."
             )
         update = self._update(attachment)
+        self._tensor_cores.check_fresh(layers)
         self._check_gradients(attachment)
         self.recipe.before_update(update)
         if self._is_measured(attachment):
@@ -287,6 +311,7 @@ class Run:
                 {name: flip_rate(before, after[name]) for name, before in attachment.masks.items() if name in after}
             )
             attachment.masks = {}
+        self._tensor_cores.engage(attachment.live_layers, attachment.clock, attachment.memory)
 
     def _is_measured(self, attachment: _Attachment) -> bool:
         if not attachment.stats_every:
@@ -374,6 +399,8 @@ class Run:
                 own[key].copy_(from_saved(value, own[key]))
             if "counter" in own:
                 own["counter"] += self._counter_start(name)
+        for attachment in self._attachments:
+            self._tensor_cores.engage(attachment.live_layers, attachment.clock, attachment.memory)
         self._hook.permuted.moves[:] = [(name, dim, copied(order)) for name, dim, order in state["permuted"]]
 
     def _check_loadable(self, state: dict[str, Any]) -> None:

@@ -1,10 +1,72 @@
-"""The one door to kernels: returns an implementation, or None where the plain-torch path must do."""
+"""The one door to kernels: which implementation serves an operation here, and why.
+
+A second engine (another GPU, another library) is one more row of the table; nothing else asks what hardware it runs on.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
+
+import torch
+
+SPARSE_MATMUL = "sparse_matmul"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation of an operation."""
+
+    operation: str
+    name: str
+    dtypes: tuple[torch.dtype, ...]
+    unavailable: Callable[[torch.device], str | None]
+    """Why it cannot run on a device; None if it can."""
+
+
+@dataclass(frozen=True)
+class Selected:
+    """What serves an operation: an implementation, or None with the reason."""
+
+    name: str | None
+    reason: str
+
+
+def _cusparselt(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "sparse tensor cores need a CUDA GPU"
+    if find_spec("triton") is None:
+        return "the pack kernels need Triton, which is not installed"
+    from nmsparse.kernels._engine import unavailable
+
+    return unavailable(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def _reference(device: torch.device) -> str | None:
+    return None if device.type == "cpu" else "the reference runs on the CPU"
+
+
+REFERENCE = Row(SPARSE_MATMUL, "reference", (torch.bfloat16, torch.float16, torch.float32), _reference)
+"""The packed layout multiplied in plain torch: slower than any product, and there to test what surrounds the kernels."""
+TABLE: list[Row] = [Row(SPARSE_MATMUL, "cusparselt", (torch.bfloat16, torch.float16), _cusparselt)]
+
+
+def select(operation: str, dtype: torch.dtype, device: torch.device) -> Selected:
+    """The first row that can serve an operation, with the reasons of those that cannot."""
+    reasons = []
+    for row in TABLE:
+        if row.operation != operation:
+            continue
+        why = row.unavailable(device)
+        if why is None and dtype not in row.dtypes:
+            why = f"{row.name} computes in {' and '.join(str(t).removeprefix('torch.') for t in row.dtypes)}, not in {dtype}"
+        if why is None:
+            return Selected(row.name, f"{row.name} serves {operation}")
+        reasons.append(why)
+    return Selected(None, "; ".join(reasons) or f"nothing serves {operation}")
 
 
 @cache

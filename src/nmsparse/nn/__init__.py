@@ -2,10 +2,12 @@
 
 from typing import Any
 
+from nmsparse.nn._compiled import fast
 from nmsparse.nn._convert import RemovedWithSparsity, SparseModule, convert_, densify_, freeze_, sparse_modules
 from nmsparse.nn._layer import Layer
 from nmsparse.nn._modules import SparseConv2d, SparseLinear, SparseMixin, effective_weight, layer_of, sparse_class
 from nmsparse.nn._permute import Permuted, permute_channels_
+from nmsparse.nn._sparse import SparseProducts, obstacles
 from nmsparse.nn._targets import Targets
 
 __all__ = [
@@ -16,12 +18,15 @@ __all__ = [
     "SparseLinear",
     "SparseMixin",
     "SparseModule",
+    "SparseProducts",
     "Targets",
     "convert_",
     "densify_",
     "effective_weight",
+    "fast",
     "freeze_",
     "layer_of",
+    "obstacles",
     "permute_channels_",
     "sparse_modules",
 ]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nmsparse.nn._permute import Permuted
+from nmsparse.nn._sparse import SparseProducts
 from nmsparse.recipes import Recipe, State
 
 
@@ -26,6 +27,8 @@ class Layer:
     """Of a convolution: each reduces over its own outputs only."""
     permuted: Permuted | None = None
     """The reordering of channels that came with the conversion."""
+    sparse: SparseProducts | None = None
+    """What runs on sparse tensor cores, once an optimizer is attached; None where everything is emulated."""
     awaits_optimizer: bool = False
     """The recipe runs on an optimizer, and none is attached yet."""
 
@@ -37,8 +40,19 @@ class Layer:
             self.state["stream"] = torch.tensor(self.stream, dtype=torch.int32, device=weight.device)
             self.state["counter"] = torch.zeros((), dtype=torch.int32, device=weight.device)
 
+    def refresh(self, weight: Tensor) -> None:
+        """Pack the weight again for whatever runs on sparse tensor cores now."""
+        if self.sparse is not None and self.sparse.is_active:
+            self.sparse.pack(weight, self.recipe, self.state)
+
+    def refresh_if_stale(self, weight: Tensor) -> None:
+        if self.sparse is not None and self.sparse.is_active and self.sparse.version != weight._version:
+            self.refresh(weight)
+
     def to(self, device: torch.device) -> None:
         """Follow the weight to another device; the dtype of the state never changes."""
+        if self.sparse is not None and any(copy.device != device for copy in self.sparse.copies.values()):
+            self.sparse = None  # what runs sparse is decided anew, by the run
         for name, tensor in self.state.items():
             if name not in self.recipe.host_state and tensor.device != device:
                 on_meta = tensor.is_meta or device.type == "meta"

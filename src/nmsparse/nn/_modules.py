@@ -26,6 +26,15 @@ class SparseMixin:
         """A tensor of the parameter's shape as an (O, ..., I) view."""
         return tensor
 
+    @property
+    def multiplies_matrices(self) -> bool:
+        """The layer is one matrix product per pass, so its products can run on sparse tensor cores."""
+        return True
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)  # pyrefly: ignore
+        self._nmsparse.refresh(self.weight)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         module = super()._apply(fn, recurse)  # pyrefly: ignore
         self._nmsparse.to(self.weight.device)
@@ -62,6 +71,17 @@ def _check_attached(module: SparseMixin) -> None:
         )
 
 
+def _prepare_sparse(module: SparseMixin, dtype: torch.dtype) -> None:
+    """Note a call in a type that is not packed, for the run to see; pack again what was changed by hand."""
+    layer = module._nmsparse
+    if layer.sparse is None or not module.training:
+        return
+    if layer.sparse.is_active and dtype != layer.sparse.dtype and layer.sparse.met_dtype != dtype:
+        layer.sparse.met_dtype = dtype
+    if not torch.compiler.is_compiling():  # a compiled graph holds no check; the run's does, before the next update
+        layer.refresh_if_stale(module.weight)
+
+
 def _apply_products(
     products: Any, layer: Layer, training: bool, form: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -75,6 +95,7 @@ def _apply_products(
 def _linear(module: Any, input: Tensor, is_transposed: bool) -> Tensor:
     _check_attached(module)
     x, bias, dtype = _autocast(input, module.bias, module.weight)
+    _prepare_sparse(module, dtype)
     return _apply_products(LinearProducts, module._nmsparse, module.training, is_transposed, x, module.weight, bias, dtype)
 
 
@@ -84,20 +105,35 @@ class SparseConv2d(SparseMixin, nn.Conv2d):
     def view_weight(self, tensor: Tensor) -> Tensor:
         return tensor.permute(0, 2, 3, 1)
 
+    @property
+    def multiplies_matrices(self) -> bool:
+        pointwise = self.kernel_size == (1, 1) and self.stride == (1, 1) and self.groups == 1
+        return pointwise and self._pad_sizes() == (0, 0, 0, 0)
+
     def forward(self, input: Tensor) -> Tensor:
         _check_attached(self)
         x, bias, dtype = _autocast(input, self.bias, self.weight)
+        sparse = self._nmsparse.sparse
+        if self.training and sparse is not None and sparse.is_active and x.is_contiguous(memory_format=torch.channels_last):
+            _prepare_sparse(self, dtype)
+            if sparse.serves(dtype):
+                pixels, weight = x.permute(0, 2, 3, 1), self.weight.flatten(1)
+                y = _apply_products(LinearProducts, self._nmsparse, True, False, pixels, weight, bias, dtype)
+                return y.permute(0, 3, 1, 2)
         is_single = x.ndim == 3
         x, padding = self._pad(x.unsqueeze(0) if is_single else x)
         geometry = (self.stride, padding, self.dilation, self.groups)
         y = _apply_products(ConvProducts, self._nmsparse, self.training, geometry, x, self.weight, bias, dtype)
         return y.squeeze(0) if is_single else y
 
+    def _pad_sizes(self) -> tuple[int, ...]:
+        return (0, 0, 0, 0) if self.padding == "valid" else tuple(self._reversed_padding_repeated_twice)
+
     def _pad(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """Padding as two symmetric numbers of zeros; anything else is applied to the input."""
         if self.padding == "valid":
             return x, (0, 0)
-        left, right, top, bottom = self._reversed_padding_repeated_twice
+        left, right, top, bottom = self._pad_sizes()
         if self.padding_mode == "zeros" and left == right and top == bottom:
             return x, (top, left)
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from nmsparse.functional import matmul_fp8, quantize_fp8
 from nmsparse.nn._layer import Layer
+from nmsparse.nn._sparse import SparseProducts
 from nmsparse.recipes import GRAD_INPUT
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -71,8 +72,14 @@ class LinearProducts(torch.autograd.Function):
     ) -> Tensor:
         counter = snapshot(layer)
         ctx.layer, ctx.training, ctx.is_transposed, ctx.has_bias = layer, training, is_transposed, bias is not None
+        ctx.sparse = layer.sparse if training and layer.sparse is not None and layer.sparse.serves(dtype) else None
         ctx.save_for_backward(*((x, weight) if counter is None else (x, weight, counter)))
-        used = forward_weight(layer, training, weight.t() if is_transposed else weight).to(dtype)
+        weight_oi = weight.t() if is_transposed else weight
+        if ctx.sparse is not None and ctx.sparse.output:
+            y = ctx.sparse.multiply_forward(x.reshape(-1, x.shape[-1]), tuple(weight_oi.shape))
+            y = y.view(*x.shape[:-1], y.shape[-1])
+            return y if bias is None else y + bias
+        used = forward_weight(layer, training, weight_oi).to(dtype)
         if layer.recipe.runs_in_fp8:
             y = matmul_fp8(x.reshape(-1, x.shape[-1]), used.t(), E4M3).view(*x.shape[:-1], used.shape[0])
             return y if bias is None else y + bias
@@ -88,11 +95,21 @@ class LinearProducts(torch.autograd.Function):
         grad = grad_output.reshape(-1, grad_output.shape[-1])
         in_fp8 = layer.recipe.runs_in_fp8
         grad_x = grad_w = grad_b = None
-        if ctx.needs_input_grad[3]:
+        want_x, want_w = ctx.needs_input_grad[3], ctx.needs_input_grad[4]
+        tokens = None
+        if ctx.sparse is not None:
+            tokens, grad_x = _sparse_gradients(ctx.sparse, layer, grad, weight, counter, want_x, want_w)
+            grad_x = None if grad_x is None else grad_x.view(x.shape)
+        if want_x and grad_x is None:
             pruned = input_grad(layer, training, grad, counter)
             used = backward_weight(layer, training, weight_oi).to(grad.dtype)
             grad_x = (matmul_fp8(pruned, used, E5M2) if in_fp8 else pruned @ used).view(x.shape)
-        if ctx.needs_input_grad[4]:
+        if want_w and tokens is not None:
+            product = ctx.sparse.multiply_weight(tokens, x.reshape(-1, x.shape[-1]), grad.shape[1])
+            product = product.t() if ctx.is_transposed else product  # stored as the weight is, seen as (O, I)
+            product = layer.recipe.weight_grad(product, weight_oi, layer.state)
+            grad_w = (product.t() if ctx.is_transposed else product).to(weight.dtype)
+        elif want_w:
             sample = layer.recipe.grad_weight_grad(grad, layer.state, counter) if training else grad
             x_ti = x.reshape(-1, x.shape[-1])
             product = matmul_fp8(sample.t(), x_ti, E5M2) if in_fp8 else sample.t() @ x_ti
@@ -102,6 +119,20 @@ class LinearProducts(torch.autograd.Function):
         if ctx.has_bias and ctx.needs_input_grad[5]:
             grad_b = grad.sum(0)
         return None, None, None, grad_x, grad_w, grad_b, None
+
+
+def _sparse_gradients(
+    sparse: SparseProducts, layer: Layer, grad: Tensor, weight: Tensor, counter: Tensor | None, want_x: bool, want_w: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """G packed for `grad_weight`, and the gradient of the input; None for what does not run on sparse tensor cores."""
+    recipe, state = layer.recipe, layer.state
+    tokens, channels, factor = sparse.pack_gradient(recipe, grad, state, counter, want_x, want_w)
+    if channels is not None:
+        return tokens, sparse.multiply_channels(channels, factor, weight.to(grad.dtype), grad.shape[0])
+    if want_x and sparse.grad_input and not recipe.prunes_channels:
+        sizes = (weight.shape[1], weight.shape[0]) if sparse.is_transposed else (weight.shape[0], weight.shape[1])
+        return tokens, sparse.multiply_backward(grad, sizes, recipe.row_order(state))
+    return tokens, None
 
 
 def _like(weight: Tensor, projected: Tensor, dtype: torch.dtype) -> Tensor:

@@ -122,6 +122,19 @@ class Update(Protocol):
 
 
 @dataclass(frozen=True)
+class Packing:
+    """How one pass over a weight yields what `output` sees: its mask, then the N largest of M, hard or soft.
+
+    `grad_input` then sees the N largest of M along O of that, if the recipe makes it sparse.
+    """
+
+    mask: str | None = None
+    """State tensor that zeroes weights first."""
+    scale: str | None = None
+    """State tensor that multiplies the soft threshold; None selects hard."""
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Base of all recipes; by itself it trains densely."""
 
@@ -143,6 +156,39 @@ class Recipe:
     def sparse_products(self) -> tuple[str, ...]:
         """The products that have an N:M operand once the recipe is in full effect."""
         return ()
+
+    def active_products(self, clock: Clock, memory: dict[str, Any]) -> tuple[str, ...]:
+        """The sparse products whose operand is N:M at this time; the others are dense for now."""
+        return self.sparse_products
+
+    @property
+    def packing(self) -> Packing | None:
+        """How a kernel can project and pack the weight in one pass; None where plain torch must project it first."""
+        return None
+
+    @property
+    def samples_tokens(self) -> bool:
+        """`grad_weight` sees functional.mvue of G along tokens, drawn by counter_uniform_grid: a kernel can do the same."""
+        return False
+
+    @property
+    def prunes_channels(self) -> bool:
+        """`grad_input` is sparse in G, not in the weight."""
+        return False
+
+    @property
+    def prunes_channels_by_magnitude(self) -> bool:
+        """That pruning keeps the N largest of M channels: a kernel can do the same."""
+        return False
+
+    @property
+    def rescales_channels(self) -> bool:
+        """... and restores each token's sum of magnitudes."""
+        return False
+
+    def row_order(self, state: State) -> Tensor | None:
+        """The order of output channels in which `grad_input` groups them, if it is not the natural one."""
+        return None
 
     @property
     def runs_in_fp8(self) -> bool:

@@ -12,12 +12,13 @@ Deviations:  the mask belongs to the run and is saved with it. The optimizer kee
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nmsparse.functional import LARGEST_PERMUTED_GROUP, magnitude_mask
-from nmsparse.recipes._base import OUTPUT, Clock, Recipe, State, Update, fraction_or_step, masked, scalar
+from nmsparse.recipes._base import OUTPUT, Clock, Packing, Recipe, State, Update, fraction_or_step, masked, scalar
 from nmsparse.recipes._registry import register_recipe
 
 
@@ -49,6 +50,9 @@ class ASP(Recipe):
     def sparse_products(self) -> tuple[str, ...]:
         return (OUTPUT,)
 
+    def active_products(self, clock: Clock, memory: dict[str, Any]) -> tuple[str, ...]:
+        return self.sparse_products if memory.get("found") else ()
+
     @property
     def needs_total_steps(self) -> bool:
         return isinstance(self.start, float)
@@ -57,6 +61,10 @@ class ASP(Recipe):
         found = self.start == 0
         mask = magnitude_mask(weight, self.pattern) if found else torch.ones_like(weight, dtype=torch.bool)
         return {"mask": mask, "found": scalar(found, weight.device)}
+
+    @property
+    def packing(self) -> Packing | None:
+        return Packing(mask="mask")
 
     def output_weight(self, weight: Tensor, state: State) -> Tensor:
         return masked(weight, state["mask"])

@@ -59,6 +59,9 @@ class BiMask(STE):
         natural = torch.arange(weight.shape[0], device=weight.device)
         return {"permutation": natural, "inverse": natural.clone()}
 
+    def row_order(self, state: State) -> Tensor | None:
+        return state.get("permutation")
+
     def grad_input_weight(self, weight: Tensor, state: State) -> Tensor:
         return masked(weight, backward_mask(weight, self.pattern, state.get("permutation"), inverse=state.get("inverse")))
 

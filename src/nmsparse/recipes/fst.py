@@ -13,6 +13,7 @@ Deviations:  the exact estimator by default (mvue="approximate" is the paper's);
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from nmsparse.recipes._base import (
     OUTPUT,
     Clock,
     Fit,
+    Packing,
     Recipe,
     State,
     Update,
@@ -63,6 +65,10 @@ class FST(Recipe):
         return (OUTPUT, GRAD_INPUT, GRAD_WEIGHT) if self.mvue else (OUTPUT, GRAD_INPUT)
 
     @property
+    def samples_tokens(self) -> bool:
+        return self.mvue is True
+
+    @property
     def is_random(self) -> bool:
         return bool(self.mvue)
 
@@ -79,6 +85,10 @@ class FST(Recipe):
     def init_state(self, weight: Tensor, groups: int = 1) -> State:
         return {"mask": transposable_mask(weight, self.pattern), "tail": scalar(0, weight.device)}
 
+    @property
+    def packing(self) -> Packing | None:
+        return Packing(mask="mask")
+
     def output_weight(self, weight: Tensor, state: State) -> Tensor:
         return masked(weight, state["mask"] | (state["tail"] > 0))
 
@@ -94,6 +104,9 @@ class FST(Recipe):
 
     def in_tail(self, clock: Clock) -> bool:
         return self.dense_tail > 0 and clock.step >= (1 - self.dense_tail) * clock.total
+
+    def active_products(self, clock: Clock, memory: dict[str, Any]) -> tuple[str, ...]:
+        return () if self.in_tail(clock) else self.sparse_products
 
     def schedule(self, clock: Clock) -> dict[str, float]:
         return {"tail": float(self.in_tail(clock))}

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from nmsparse.functional import magnitude_mask
-from nmsparse.recipes._base import OUTPUT, Clock, Recipe, State, masked, scalar
+from nmsparse.recipes._base import OUTPUT, Clock, Packing, Recipe, State, masked, scalar
 from nmsparse.recipes._phases import Phases
 from nmsparse.recipes._registry import register_recipe
 
@@ -71,6 +71,10 @@ class MaskDecay(Recipe):
     def init_state(self, weight: Tensor, groups: int = 1) -> State:
         return {"keep": scalar(1, weight.device)}
 
+    @property
+    def packing(self) -> Packing | None:
+        return Packing()
+
     def output_weight(self, weight: Tensor, state: State) -> Tensor:
         return torch.where(magnitude_mask(weight, self.pattern), weight, weight * state["keep"])
 
@@ -99,6 +103,9 @@ class MaskDecay(Recipe):
         else:
             factor = math.exp(-(self.rate or math.log(1 / self.eps) / span) * elapsed)
         return factor if factor >= self.eps * (1 - 1e-9) else 0.0
+
+    def active_products(self, clock: Clock, memory: dict[str, Any]) -> tuple[str, ...]:
+        return self.sparse_products if self.factor(clock) == 0 else ()
 
     def schedule(self, clock: Clock) -> dict[str, float]:
         return {"keep": self.factor(clock)}

@@ -45,8 +45,24 @@ class SDGP(Recipe):
         return (GRAD_INPUT, GRAD_WEIGHT) if self.mvue else (GRAD_INPUT,)
 
     @property
+    def samples_tokens(self) -> bool:
+        return self.mvue is True
+
+    @property
     def is_random(self) -> bool:
         return bool(self.mvue) or self.selector != "magnitude"
+
+    @property
+    def prunes_channels(self) -> bool:
+        return True
+
+    @property
+    def prunes_channels_by_magnitude(self) -> bool:
+        return self.selector == "magnitude"
+
+    @property
+    def rescales_channels(self) -> bool:
+        return self.rescale
 
     def grad_input_grad(self, grad: Tensor, state: State, counter: Tensor | None) -> Tensor:
         if self.pattern.n == self.pattern.m:

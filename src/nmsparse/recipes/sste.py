@@ -20,7 +20,7 @@ from typing import Literal
 from torch import Tensor
 
 from nmsparse.functional import magnitude_mask, soft_threshold, soft_threshold_scale
-from nmsparse.recipes._base import GRAD_WEIGHT, OUTPUT, Recipe, State
+from nmsparse.recipes._base import GRAD_WEIGHT, OUTPUT, Packing, Recipe, State
 from nmsparse.recipes._registry import register_recipe
 from nmsparse.recipes._tokens import Estimator, check_estimator, mvue_along_tokens
 
@@ -45,6 +45,10 @@ class SSTE(Recipe):
         return (OUTPUT, GRAD_WEIGHT) if self.mvue else (OUTPUT,)
 
     @property
+    def samples_tokens(self) -> bool:
+        return self.mvue is True
+
+    @property
     def is_random(self) -> bool:
         return bool(self.mvue)
 
@@ -54,6 +58,10 @@ class SSTE(Recipe):
 
     def init_state(self, weight: Tensor, groups: int = 1) -> State:
         return {"scale": soft_threshold_scale(weight, self.pattern).float()}
+
+    @property
+    def packing(self) -> Packing | None:
+        return Packing(scale="scale")
 
     def output_weight(self, weight: Tensor, state: State) -> Tensor:
         return soft_threshold(weight, self.pattern) * state["scale"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nmsparse.functional import magnitude_mask
-from nmsparse.recipes._base import OUTPUT, Recipe, State, masked
+from nmsparse.recipes._base import OUTPUT, Packing, Recipe, State, masked
 from nmsparse.recipes._registry import register_recipe
 
 
@@ -25,6 +25,10 @@ class STE(Recipe):
     @property
     def sparse_products(self) -> tuple[str, ...]:
         return (OUTPUT,)
+
+    @property
+    def packing(self) -> Packing | None:
+        return Packing()
 
     def output_weight(self, weight: Tensor, state: State) -> Tensor:
         return masked(weight, magnitude_mask(weight, self.pattern))

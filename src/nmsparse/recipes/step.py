@@ -21,7 +21,18 @@ from torch import Tensor
 
 from nmsparse.functional import magnitude_mask
 from nmsparse.recipes._autoswitch import STATISTICS, AutoSwitch, Statistic, newest_sample, window_length
-from nmsparse.recipes._base import OUTPUT, Clock, Recipe, State, Update, check_decay, fraction_or_step, masked, scalar
+from nmsparse.recipes._base import (
+    OUTPUT,
+    Clock,
+    Packing,
+    Recipe,
+    State,
+    Update,
+    check_decay,
+    fraction_or_step,
+    masked,
+    scalar,
+)
 from nmsparse.recipes._registry import register_recipe
 
 logger = logging.getLogger(__name__)
@@ -68,8 +79,15 @@ class STEP(Recipe):
     def needs_total_steps(self) -> bool:
         return isinstance(self.switch, str | float)
 
+    def active_products(self, clock: Clock, memory: dict[str, Any]) -> tuple[str, ...]:
+        return self.sparse_products if memory.get("switched_at") is not None else ()
+
     def init_state(self, weight: Tensor, groups: int = 1) -> State:
         return {"sparse": scalar(0, weight.device)}
+
+    @property
+    def packing(self) -> Packing | None:
+        return Packing()
 
     def output_weight(self, weight: Tensor, state: State) -> Tensor:
         return masked(weight, magnitude_mask(weight, self.pattern) | (state["sparse"] == 0))

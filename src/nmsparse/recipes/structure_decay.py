@@ -13,14 +13,14 @@ Deviations:  k is the largest power of two up to `widest` that divides the layer
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from nmsparse.functional import from_groups, magnitude_mask, magnitude_rank, stage_at, staged_mask, to_groups
 from nmsparse.pattern import MAX_GROUP, Pattern
-from nmsparse.recipes._base import OUTPUT, Clock, Fit, Recipe, State, masked, not_a_multiple, scalar
+from nmsparse.recipes._base import OUTPUT, Clock, Fit, Packing, Recipe, State, masked, not_a_multiple, scalar
 from nmsparse.recipes._phases import Phases
 from nmsparse.recipes._registry import register_recipe
 
@@ -134,6 +134,10 @@ class StructureDecay(Recipe):
         mask: Tensor = staged_mask(weight, state["progress"], [s.n for s in stages], [s.m for s in stages])
         return mask
 
+    @property
+    def packing(self) -> Packing | None:
+        return Packing()
+
     def output_weight(self, weight: Tensor, state: State) -> Tensor:
         return masked(weight, self._mask(weight, state))
 
@@ -154,6 +158,11 @@ class StructureDecay(Recipe):
         if phases.is_final(clock):
             return 1.0
         return (clock.step - phases.start(clock)) / (phases.end(clock) - phases.start(clock))
+
+    def active_products(self, clock: Clock, memory: dict[str, Any]) -> tuple[str, ...]:
+        count = len(self.stages_for(0))  # the most any layer passes through; with fewer it arrives at the last one no later
+        progress = self.progress(clock)
+        return self.sparse_products if progress >= 0 and stage_at(progress, count) == count - 1 else ()
 
     def schedule(self, clock: Clock) -> dict[str, float]:
         progress = self.progress(clock)

@@ -23,6 +23,7 @@ from nmsparse.recipes._base import (
     GRAD_WEIGHT,
     OUTPUT,
     Fit,
+    Packing,
     Recipe,
     State,
     Update,
@@ -58,6 +59,10 @@ class Trio(Recipe):
         return (OUTPUT, GRAD_INPUT, GRAD_WEIGHT) if self.mvue else (OUTPUT, GRAD_INPUT)
 
     @property
+    def samples_tokens(self) -> bool:
+        return self.mvue is True
+
+    @property
     def is_random(self) -> bool:
         return bool(self.mvue)
 
@@ -74,6 +79,10 @@ class Trio(Recipe):
 
     def init_state(self, weight: Tensor, groups: int = 1) -> State:
         return {} if self.forward == "hard" else {"scale": least_squares_scale(weight, self._project(weight)).float()}
+
+    @property
+    def packing(self) -> Packing | None:
+        return None if self.forward == "double-soft" else Packing(scale=None if self.forward == "hard" else "scale")
 
     def output_weight(self, weight: Tensor, state: State) -> Tensor:
         projected = self._project(weight)

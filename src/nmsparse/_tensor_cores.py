@@ -1,0 +1,143 @@
+"""Which products of which layers run on sparse tensor cores, and keeping their packed weights current.
+
+A verdict (a plan, or the default rule) says which of the possible products pay; the recipe's clock says which are sparse
+at present. Weights are packed when an optimizer is attached and after each of its steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from nmsparse._update import LayerHandle
+from nmsparse.nn import SparseProducts, obstacles
+from nmsparse.recipes import GRAD_WEIGHT, Clock, Recipe
+
+logger = logging.getLogger("nmsparse")
+SPARSE = "sparse"
+
+
+class Verdict(Protocol):
+    """Says which products pay."""
+
+    def unprofitable(self, name: str, product: str, out_features: int, in_features: int) -> str | None:
+        """Why a product of a layer should stay dense although it could be sparse; None if it should be sparse."""
+
+
+class Rule:
+    """The default without a plan: sizes from which each product paid on an H200 at 16,384 tokens."""
+
+    SMALLEST = 1024
+    SMALLEST_INPUTS = 1024
+
+    def unprofitable(self, name: str, product: str, out_features: int, in_features: int) -> str | None:
+        if min(out_features, in_features) < self.SMALLEST:
+            return f"below {self.SMALLEST} features the dense product is as fast by our measurements; nmsparse.plan measures here"
+        return None
+
+
+@cache
+def _tell_once(reason: str) -> None:
+    logger.warning("nmsparse: all products run emulated, at the speed of dense ones or below: %s.", reason)
+
+
+class TensorCores:
+    """The sparse products of a run."""
+
+    def __init__(self, recipe: Recipe, verdict: Verdict | None) -> None:
+        self.recipe = recipe
+        self.verdict = verdict
+
+    def engage(self, layers: Sequence[LayerHandle], clock: Clock, memory: dict[str, Any]) -> None:
+        """Decide for layers that are new here, follow the recipe's phase, and pack the weights."""
+        if self.verdict is None or not self.recipe.sparse_products:
+            return
+        active = self.recipe.active_products(clock, memory)
+        for handle in layers:
+            layer = handle.layer
+            if layer.sparse is None:
+                layer.sparse = self._examine(handle, self.verdict)
+            self._follow_dtype(handle, layer.sparse)
+            layer.sparse.set_active(active)
+            layer.refresh(handle.parameter)
+        self._tell(layers)
+
+    def _examine(self, handle: LayerHandle, verdict: Verdict) -> SparseProducts:
+        weight = handle.parameter
+        dtype = weight.dtype if weight.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+        out_features, in_features = handle.weight.shape[0], handle.weight.shape[-1]
+        is_transposed = handle.weight.stride(-1) != 1 and weight.ndim == 2
+        return SparseProducts(dtype, self._reasons(handle, dtype, verdict, out_features, in_features), is_transposed)
+
+    def _reasons(
+        self, handle: LayerHandle, dtype: torch.dtype, verdict: Verdict, out_features: int, in_features: int
+    ) -> dict[str, str | None]:
+        weight, recipe = handle.parameter, self.recipe
+        general = None
+        if type(weight.data).__name__ == "DTensor":
+            general = "its weight is sharded"
+        elif weight.dtype == torch.float64:
+            general = "float64 is not computed on tensor cores"
+        elif not handle.module.multiplies_matrices:
+            general = "only 1x1 convolutions of stride 1 are matrix products"
+        elif weight.ndim > 2 and (recipe.packing is None or recipe.packing.mask or recipe.prunes_channels or handle.state.get("permutation") is not None):
+            general = f"{recipe.name} keeps a state per weight of a convolution that the kernels do not read"
+        elif not weight.is_contiguous() and not weight.is_contiguous(memory_format=torch.channels_last):
+            general = "its weight is not contiguous in memory"
+        if general is not None:
+            return {product: general for product in recipe.sparse_products}
+        reasons = obstacles(recipe, out_features, in_features, weight.device, dtype, handle.layer.dense)
+        for product, reason in reasons.items():
+            if reason is None:
+                reasons[product] = verdict.unprofitable(handle.name, product, out_features, in_features)
+        return reasons
+
+    def _follow_dtype(self, handle: LayerHandle, sparse: SparseProducts) -> None:
+        """Pack in the type that the layer is called in, once that is seen to be another."""
+        met = sparse.met_dtype
+        if met is None or met == sparse.dtype or self.verdict is None:
+            return
+        sparse.met_dtype = None
+        out_features, in_features = handle.weight.shape[0], handle.weight.shape[-1]
+        reasons = self._reasons(handle, met, self.verdict, out_features, in_features)
+        if any(reason is None for reason in reasons.values()):
+            sparse.dtype, sparse.reasons = met, reasons
+            return
+        warnings.warn(
+            f"{handle.name} computes in {met}, so its products run emulated: sparse tensor cores multiply bfloat16 and "
+            "float16. Train under torch.autocast, or in 16 bit, for speed.",
+            stacklevel=2,
+        )
+        sparse.reasons = reasons
+
+    def check_fresh(self, layers: Sequence[LayerHandle]) -> None:
+        """Weights that changed after they were packed went unseen by a compiled forward pass."""
+        for handle in layers:
+            sparse = handle.layer.sparse
+            if sparse is not None and sparse.is_active and sparse.version != handle.parameter._version:
+                warnings.warn(
+                    f"{handle.name}: its weight was changed by hand after it was packed, so passes of a compiled model since "
+                    "then may have used the old one. Call run.refresh() after such a change.",
+                    stacklevel=2,
+                )
+                handle.layer.refresh(handle.parameter)
+
+    def describe(self, handle: LayerHandle) -> dict[str, str]:
+        sparse = handle.layer.sparse
+        if sparse is None:
+            why = "emulate=True" if self.verdict is None else "decided when an optimizer is attached"
+            return {product: why for product in self.recipe.sparse_products}
+        flags = {"output": sparse.output, "grad_input": sparse.grad_input, GRAD_WEIGHT: sparse.grad_weight}
+        dense_now = f"{self.recipe.name} is in a dense phase"
+        return {product: reason or (SPARSE if flags[product] else dense_now) for product, reason in sparse.reasons.items()}
+
+    def _tell(self, layers: Sequence[LayerHandle]) -> None:
+        """One warning per process and reason where nothing runs on tensor cores."""
+        reasons = [reason for handle in layers if handle.layer.sparse for reason in handle.layer.sparse.reasons.values()]
+        if reasons and all(reasons):
+            _tell_once(str(reasons[0]))

@@ -1,0 +1,196 @@
+"""Packing and sparse products as torch ops: opaque to compilers, with shapes they can trace.
+
+On CUDA they run the Triton kernels and cuSPARSELt; on the CPU the same layout in plain torch, for tests of everything
+around them. Legend: T tokens, O out_features, I in_features.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nmsparse.functional import counter_uniform_grid, magnitude_mask, mvue, soft_threshold
+from nmsparse.kernels._cusparselt import Product
+from nmsparse.kernels._layout import compress, decompress, packed_size
+
+TOKENS = 64
+"""Tokens are padded to this multiple where they are packed: the layout's atom, whichever side they are on."""
+DENSE_ROWS = 8
+"""Tokens of a dense 16-bit operand come in multiples of this."""
+
+
+def padded(tokens: int, multiple: int = TOKENS) -> int:
+    """Tokens with those that fill the last atom of the layout."""
+    return -(-tokens // multiple) * multiple
+
+
+# ---- D = A @ B with a packed A ----
+
+
+@torch.library.custom_op("nmsparse::sparse_matmul", mutates_args=())
+def sparse_matmul(
+    packed: Tensor, dense: Tensor, m: int, k: int, m_major: bool, b_transposed: bool, d_transposed: bool
+) -> Tensor:
+    """D (m x n) = A (m x k, packed) @ B: see nmsparse.kernels._cusparselt for the layouts.
+
+    The dense operand may have fewer rows than the product needs; it is padded with zeros, and D cut, inside.
+    """
+    b = _fit_rows(dense, k, b_transposed)
+    n = b.shape[0] if b_transposed else b.shape[1]
+    product = Product(m, n, k, m_major, b_transposed, d_transposed, packed.dtype)
+    if packed.is_cuda:
+        from nmsparse.kernels._engine import engine
+
+        with torch.cuda.device(packed.device):
+            out = engine(packed.get_device()).matmul(packed, b, product)
+    else:
+        out = _reference_matmul(packed, b, product)
+    return out[: dense.shape[0]].contiguous() if b_transposed and d_transposed else out
+
+
+@sparse_matmul.register_fake
+def _(packed: Tensor, dense: Tensor, m: int, k: int, m_major: bool, b_transposed: bool, d_transposed: bool) -> Tensor:
+    n = dense.shape[0] if b_transposed else dense.shape[1]
+    return packed.new_empty((n, m) if d_transposed else (m, n))
+
+
+def _fit_rows(dense: Tensor, k: int, b_transposed: bool) -> Tensor:
+    """The dense operand, contiguous, with as many rows as hardware and product ask for."""
+    rows = padded(dense.shape[0], DENSE_ROWS) if b_transposed else k
+    missing = rows - dense.shape[0]
+    return F.pad(dense, (0, 0, 0, missing)) if missing else dense.contiguous()
+
+
+def _reference_matmul(packed: Tensor, b: Tensor, product: Product) -> Tensor:
+    stored = decompress(packed, product.m, product.k, "m" if product.m_major else "k")
+    a = (stored.t() if product.m_major else stored).float()
+    d = a @ (b.t() if product.b_transposed else b).float()
+    return (d.t() if product.d_transposed else d).to(packed.dtype).contiguous()
+
+
+# ---- packing of output gradients ----
+
+
+@torch.library.custom_op("nmsparse::pack_gradient", mutates_args=())
+def pack_gradient(
+    grad: Tensor, stream: Tensor | None, counter: Tensor | None, along_tokens: bool, along_channels: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Prune and pack a (T, O) gradient in one read; tokens are padded with zeros to a multiple of 64.
+
+    Returns an MVUE sample along tokens (M-major, for `grad_weight`), the two largest of four channels (K-major, for
+    `grad_input`), and the (2, T) sums of magnitudes before and after the latter; what was not asked for is empty.
+    """
+    grad = grad.contiguous()
+    if grad.is_cuda and _trusts(grad, "m" if along_tokens else "k"):
+        from nmsparse.kernels._pack import pack_gradient as kernel
+
+        tokens, channels, sums = kernel(grad, stream, counter, along_tokens=along_tokens, along_channels=along_channels)
+        spare = grad.new_empty(0)
+        return (
+            spare if tokens is None else tokens,
+            spare if channels is None else channels,
+            grad.new_empty(0, dtype=torch.float32) if sums is None else sums,
+        )
+    return _pack_gradient_plainly(grad, stream, counter, along_tokens, along_channels)
+
+
+@pack_gradient.register_fake
+def _(
+    grad: Tensor, stream: Tensor | None, counter: Tensor | None, along_tokens: bool, along_channels: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, channels = grad.shape
+    size = packed_size(padded(tokens), channels)
+    return (
+        grad.new_empty(size if along_tokens else 0),
+        grad.new_empty(size if along_channels else 0),
+        grad.new_empty((2, tokens) if along_channels else 0, dtype=torch.float32),
+    )
+
+
+def _pack_gradient_plainly(
+    grad: Tensor, stream: Tensor | None, counter: Tensor | None, along_tokens: bool, along_channels: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    count, channels = grad.shape
+    full = F.pad(grad, (0, 0, 0, padded(count) - count))
+    tokens, features, sums = grad.new_empty(0), grad.new_empty(0), grad.new_empty(0, dtype=torch.float32)
+    if along_tokens:
+        assert stream is not None, "MVUE draws numbers"
+        assert counter is not None, "MVUE draws numbers"
+        uniform = counter_uniform_grid(full.shape[0] // 4, channels, stream, counter, grad.device)
+        tokens = _compressed(mvue(full, "2:4", 0, uniform=uniform), "m")
+    if along_channels:
+        kept = torch.where(magnitude_mask(full, "2:4"), full, 0)
+        features = _compressed(kept, "k")
+        sums = torch.stack([full.float().abs().sum(1)[:count], kept.float().abs().sum(1)[:count]])
+    return tokens, features, sums
+
+
+@torch.library.custom_op("nmsparse::pack_sparse", mutates_args=())
+def pack_sparse(x: Tensor, m_major: bool) -> Tensor:
+    """Pack a (rows, columns) tensor that is 2:4 already: along columns, or along rows if M-major; rows are padded to 64."""
+    rows, columns = x.shape
+    full = F.pad(x, (0, 0, 0, padded(rows) - rows)).contiguous()
+    if full.is_cuda and _trusts(full, "m" if m_major else "k"):
+        from nmsparse.kernels._pack import pack_weight as kernel
+
+        packed = full.new_empty(packed_size(full.shape[0], columns))
+        copies = (None, packed) if m_major else (packed, None)
+        kernel(full, *copies, columns_first=not m_major)
+        return packed
+    return _compressed(full, "m" if m_major else "k")
+
+
+@pack_sparse.register_fake
+def _(x: Tensor, m_major: bool) -> Tensor:
+    return x.new_empty(packed_size(padded(x.shape[0]), x.shape[1]))
+
+
+# ---- packing of weights: called between steps, into memory that graphs have captured ----
+
+
+def pack_weight_(
+    weight: Tensor,
+    along_columns: Tensor | None,
+    along_rows: Tensor | None,
+    *,
+    columns_first: bool,
+    mask: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> None:
+    """Project a stored weight as a recipe's Packing says, and write its packed copies into the given buffers.
+
+    ``columns_first``: the projection runs along columns, and along rows the two largest of that are kept; else the other
+    way round. ``along_columns`` is K-major, ``along_rows`` M-major.
+    """
+    copies = [("k", along_columns), ("m", along_rows)]
+    if weight.is_cuda and all(buffer is None or _trusts(buffer, major) for major, buffer in copies):
+        from nmsparse.kernels._pack import pack_weight as kernel
+
+        kernel(weight, along_columns, along_rows, columns_first=columns_first, mask=mask, scale=scale)
+        return
+    dims = (-1, 0) if columns_first else (0, -1)
+    x = weight.float() if mask is None else torch.where(mask, weight, 0).float()
+    if scale is not None:
+        first = soft_threshold(x, "2:4", dims[0]) * scale
+    else:
+        first = torch.where(magnitude_mask(x, "2:4", dims[0]), x, 0)
+    second = torch.where(magnitude_mask(first, "2:4", dims[1]), first, 0)
+    for (major, buffer), projected in zip(copies, (first, second) if columns_first else (second, first), strict=True):
+        if buffer is not None:
+            buffer.copy_(_compressed(projected.to(buffer.dtype), major))
+
+
+def _trusts(x: Tensor, major: str) -> bool:
+    from nmsparse.kernels._engine import engine
+
+    return engine(x.get_device()).trusts_layout(x.dtype, "m" if major == "m" else "k")
+
+
+def _compressed(stored: Tensor, major: str) -> Tensor:
+    """Without our kernels: the library's compression on a GPU, the reference on the CPU."""
+    if not stored.is_cuda:
+        return compress(stored, "m" if major == "m" else "k")
+    from nmsparse.kernels._engine import engine
+
+    return engine(stored.get_device()).compress(stored.contiguous(), "m" if major == "m" else "k")

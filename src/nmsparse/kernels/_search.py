@@ -1,0 +1,363 @@
+"""Which algorithm computes a product fastest on this GPU: searched in a child process, remembered on disk.
+
+A bad algorithm can poison the CUDA context or hang, so candidates run in a child, which reports each one before it starts
+it; if the child dies or falls silent, that candidate is excluded and a new child goes on. A candidate may win only if its
+result is right and the same twice. The winners, and what the dense product takes, are kept in one JSON file per GPU, driver
+and library version; a file that cannot be read, or that speaks of another GPU, is ignored with a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nmsparse.kernels._cusparselt import Algorithm, Plan, Product, version
+from nmsparse.kernels._layout import packed_size
+
+logger = logging.getLogger("nmsparse")
+FORMAT = 1
+SILENCE_S = 60
+"""A child that says nothing for so long is hung."""
+IDLE_S = 15
+"""A child that is asked nothing for so long goes away and frees its memory."""
+ERROR = 4e-3
+"""Largest relative error against the dense product in the same 16-bit type: both round their results once."""
+FINALISTS = 3
+SPLIT_K = (2, 4)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The fastest algorithm for a product, with the times it was chosen for."""
+
+    algorithm: int
+    split_k: int
+    sparse_ms: float
+    dense_ms: float
+    error: float
+
+
+def cache_folder() -> Path:
+    """Where choices are kept: $NMSPARSE_CACHE, else nmsparse/ in the user's cache folder."""
+    chosen = os.environ.get("NMSPARSE_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nmsparse"
+
+
+def hardware(device: int) -> dict[str, Any]:
+    """What a choice depends on beside the product."""
+    return {
+        "format": FORMAT,
+        "gpu": torch.cuda.get_device_name(device),
+        "driver": _driver(device),
+        "cusparselt": version(device),
+    }
+
+
+def _driver(device: int) -> str:
+    """The driver's version, or the CUDA version that torch was built with where nvidia-smi is missing."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.split()
+        if found:
+            return found[0]
+    return f"cuda {torch.version.cuda}"
+
+
+def key_of(product: Product) -> str:
+    """A product as text: file key, and what is sent to the child."""
+    layout = "".join("T" if flag else "N" for flag in (product.m_major, product.b_transposed, product.d_transposed))
+    return f"{product.m}x{product.n}x{product.k} {layout} {str(product.dtype).removeprefix('torch.')}"
+
+
+def product_of(key: str) -> Product:
+    sizes, layout, dtype = key.split()
+    m, n, k = map(int, sizes.split("x"))
+    return Product(m, n, k, *(flag == "T" for flag in layout), dtype=getattr(torch, dtype))
+
+
+class Choices:
+    """Choices of one device: in memory, and in a file that processes may share."""
+
+    def __init__(self, device: int, folder: Path | None = None) -> None:
+        self.device = device
+        self.hardware = hardware(device)
+        digest = hashlib.sha256(json.dumps(self.hardware, sort_keys=True).encode()).hexdigest()[:16]
+        self.file = (folder or cache_folder()) / f"algorithms-{digest}.json"
+        self.found: dict[str, Choice] = self._read()
+
+    def _read(self) -> dict[str, Choice]:
+        if not self.file.exists():
+            return {}
+        try:
+            saved = json.loads(self.file.read_text())
+            if saved["hardware"] != self.hardware:
+                raise ValueError("it belongs to other hardware")
+            return {key: Choice(**choice) for key, choice in saved["choices"].items() if product_of(key)}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            warnings.warn(
+                f"{self.file} is ignored ({type(error).__name__}: {error}); algorithms are searched again and it is replaced.",
+                stacklevel=2,
+            )
+            return {}
+
+    def _write(self) -> None:
+        """Replace the file in one step, with what other processes have found meanwhile."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # said once, when it was read first
+            merged = {**self._read(), **self.found}
+        text = json.dumps({"hardware": self.hardware, "choices": {key: asdict(choice) for key, choice in merged.items()}}, indent=1)
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.file.parent, suffix=".tmp", delete=False) as file:
+                file.write(text)
+            os.replace(file.name, self.file)
+        except OSError as error:
+            warnings.warn(f"the chosen algorithms could not be saved in {self.file} ({error}).", stacklevel=2)
+
+    def near(self, product: Product) -> Choice | None:
+        """The choice for this product, or for one that differs in a single size by less than a factor of two: the number
+        of tokens varies from batch to batch, and that must not start a search each time."""
+        exact = self.found.get(key_of(product))
+        if exact is not None:
+            return exact
+        for key, choice in self.found.items():
+            other = product_of(key)
+            if other[3:7] != product[3:7]:
+                continue
+            sizes = list(zip(other[:3], product[:3], strict=True))
+            if sum(a == b for a, b in sizes) == 2 and all(max(a, b) <= 2 * min(a, b) for a, b in sizes):
+                return choice
+        return None
+
+    def search(self, products: Iterable[Product]) -> dict[Product, Choice | None]:
+        """The choices for these products, searched where they are not known. None: no algorithm of the library works."""
+        wanted = {product: self.found.get(key_of(product)) for product in products}
+        missing = [product for product, choice in wanted.items() if choice is None]
+        if missing:
+            logger.info("nmsparse: searching the fastest algorithm for %d products on this GPU.", len(missing))
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()  # the child needs memory on the same GPU
+            for product in missing:
+                wanted[product] = _searcher(self.device).search(product)
+                if wanted[product] is not None:
+                    self.found[key_of(product)] = wanted[product]  # pyrefly: ignore
+            self._write()
+        return wanted
+
+
+# ---- parent: a child that answers questions ----
+
+
+class Searcher:
+    """A child process that times algorithms, and what is known to break it."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self.child: subprocess.Popen[bytes] | None = None
+        self.excluded: dict[str, list[list[int]]] = {}
+
+    def search(self, product: Product) -> Choice | None:
+        key = key_of(product)
+        for _ in range(8):  # children; each loss excludes one more candidate
+            question = {"key": key, "excluded": self.excluded.get(key, [])}
+            current: list[int] | None = None
+            for answer in self._ask(question):
+                if "why" in answer:
+                    logger.warning("nmsparse: %s is not searched: %s.", key, answer["why"])
+                if "result" in answer:
+                    return None if answer["result"] is None else Choice(**answer["result"])
+                current = answer["trying"]
+            if current is None:
+                raise RuntimeError(
+                    f"the process that times algorithms ended before it began (exit status {self._stop()}); run "
+                    "python -m nmsparse.kernels._search 0 to see why."
+                )
+            logger.warning("nmsparse: algorithm %s broke or hung on %s and is excluded.", current, key)
+            self.excluded.setdefault(key, []).append(current)
+            self._stop()
+        return None
+
+    def _ask(self, question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Lines of the child's answer, until it is complete, the child is gone, or it falls silent."""
+        if self.child is None or self.child.poll() is not None:
+            self.child = self._start()
+        assert self.child.stdin is not None, "opened as a pipe"
+        assert self.child.stdout is not None, "opened as a pipe"
+        try:
+            self.child.stdin.write(json.dumps(question).encode() + b"\n")
+        except BrokenPipeError:  # it went away, having waited long enough
+            self.child = self._start()
+            yield from self._ask(question)
+            return
+        buffer = b""
+        while select.select([self.child.stdout], [], [], SILENCE_S)[0]:
+            read = os.read(self.child.stdout.fileno(), 1 << 16)
+            if not read:
+                return
+            *lines, buffer = (buffer + read).split(b"\n")
+            for line in lines:
+                answer = json.loads(line)
+                yield answer
+                if "result" in answer:
+                    return
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "nmsparse.kernels._search", str(self.device)]
+        paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment)
+
+    def _stop(self) -> int | None:
+        if self.child is None:
+            return None
+        self.child.kill()
+        status = self.child.wait()
+        self.child = None
+        return status
+
+
+_SEARCHERS: dict[int, Searcher] = {}
+
+
+def _searcher(device: int) -> Searcher:
+    return _SEARCHERS.setdefault(device, Searcher(device))
+
+
+# ---- child ----
+
+
+def random_operand(product: Product, device: torch.device) -> torch.Tensor:
+    """A packed operand of random values in random legal positions."""
+    count = product.m * product.k
+    values = torch.randn(count // 2, device=device).to(product.dtype)
+    legal = torch.tensor([0x4, 0x8, 0x9, 0xC, 0xD, 0xE], device=device)
+    nibbles = legal[torch.randint(6, (2, count // 8), device=device)]
+    packed = torch.cat([values.view(torch.uint8), (nibbles[0] | nibbles[1] << 4).to(torch.uint8)]).view(product.dtype)
+    assert packed.numel() == packed_size(product.m, product.k)
+    return packed
+
+
+def dense_product(product: Product, stored: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """The same product with a dense operand, in the same layouts."""
+    a = stored.t() if product.m_major else stored
+    other = b.t() if product.b_transposed else b
+    if product.d_transposed:
+        torch.mm(other.t(), a.t(), out=out)
+    else:
+        torch.mm(a, other, out=out)
+
+
+def milliseconds(call: Any, at_least_ms: float) -> float:
+    """Mean time of a call over a run of about ``at_least_ms``."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    call()
+    count = 2
+    while True:
+        start.record()
+        for _ in range(count):
+            call()
+        end.record()
+        end.synchronize()
+        took = start.elapsed_time(end)
+        if took >= at_least_ms or count >= 4096:
+            return took / count
+        count = min(4096, max(2 * count, int(1.2 * count * at_least_ms / max(took, 1e-3))))
+
+
+def time_algorithms(product: Product, excluded: list[list[int]], device: int, say: Any) -> Choice | None:
+    """Time every algorithm, check the fastest, and time those again beside the dense product."""
+    from nmsparse.kernels._layout import decompress
+
+    where = torch.device("cuda", device)
+    packed = random_operand(product, where)
+    b = torch.randn((product.n, product.k) if product.b_transposed else (product.k, product.n), device=where).to(product.dtype)
+    shape = (product.n, product.m) if product.d_transposed else (product.m, product.n)
+    out, expected = torch.empty(shape, device=where, dtype=product.dtype), torch.empty(shape, device=where, dtype=product.dtype)
+    dense_product(product, decompress(packed, product.m, product.k, "m" if product.m_major else "k"), b, expected)
+    norm = expected.float().norm()
+    split = SPLIT_K if product.m * product.n < 132 * 2 * 128 * 256 else ()  # more parts help only where tiles are few
+    count = Plan(product, device).algorithm_count
+    candidates = [Algorithm(i) for i in range(-1, count)] + [Algorithm(i, s) for s in split for i in range(count)]
+    timed: list[tuple[float, Algorithm]] = []
+    for algorithm in candidates:
+        if list(algorithm) in excluded:
+            continue
+        say({"trying": list(algorithm)})
+        with contextlib.suppress(RuntimeError):
+            plan = Plan(product, device, algorithm)
+            timed.append((milliseconds(lambda plan=plan: plan.run(packed, b, out), 3), algorithm))
+    right: list[tuple[Algorithm, float]] = []
+    for _, algorithm in sorted(timed):
+        say({"trying": list(algorithm)})
+        plan = Plan(product, device, algorithm)
+        results = []
+        for _ in range(2):
+            out.fill_(torch.nan)
+            plan.run(packed, b, out)
+            results.append(out.clone())
+        error = float((results[0].float() - expected.float()).norm() / norm)
+        if error <= ERROR and torch.equal(results[0], results[1]):
+            right.append((algorithm, error))
+        if len(right) == FINALISTS:
+            break
+    if not right:
+        return None
+    stored = torch.randn((product.k, product.m) if product.m_major else (product.m, product.k), device=where).to(product.dtype)
+    dense_ms = milliseconds(lambda: dense_product(product, stored, b, expected), 20)
+    again = []
+    for algorithm, error in right:
+        say({"trying": list(algorithm)})
+        plan = Plan(product, device, algorithm)
+        again.append((milliseconds(lambda plan=plan: plan.run(packed, b, out), 20), algorithm, error))
+    sparse_ms, algorithm, error = min(again)
+    dense_ms = (dense_ms + milliseconds(lambda: dense_product(product, stored, b, expected), 20)) / 2
+    return Choice(algorithm.id, algorithm.split_k, round(sparse_ms, 5), round(dense_ms, 5), round(error, 6))
+
+
+def main() -> None:
+    """Answer questions from stdin until there are none for a while."""
+    device = int(sys.argv[1])
+    torch.cuda.set_device(device)
+    channel = sys.stdout
+    sys.stdout = sys.stderr
+
+    def say(answer: dict[str, Any]) -> None:
+        channel.write(json.dumps(answer) + "\n")
+        channel.flush()
+
+    last = time.monotonic()
+    while time.monotonic() - last < IDLE_S:
+        if not select.select([sys.stdin], [], [], 1.0)[0]:
+            continue
+        line = sys.stdin.readline()
+        if not line:
+            return
+        question = json.loads(line)
+        try:
+            found = time_algorithms(product_of(question["key"]), question["excluded"], device, say)
+            say({"result": None if found is None else asdict(found)})
+        except torch.OutOfMemoryError:
+            say({"result": None, "why": "the GPU has too little free memory to time it"})
+        torch.cuda.empty_cache()
+        last = time.monotonic()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""The products of a linear layer on sparse tensor cores.
+
+A weight is pruned and packed between optimizer steps, into buffers with fixed addresses: compiled graphs and CUDA graphs
+see constants, and micro-batches share them. Gradients are packed in the backward pass. A stored weight is (O, I), or (I, O)
+in transformers' Conv1D; which copy is K-major and which M-major follows from that, and nothing is ever transposed.
+
+Legend: T tokens, O out_features, I in_features; x (T, I), grad (T, O).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nmsparse.kernels import SPARSE_MATMUL, misfit, pack_gradient, pack_sparse, pack_weight_, packed_size, padded, select, sparse_matmul
+from nmsparse.nn._compiled import fast
+from nmsparse.recipes import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, PRODUCTS, Recipe, State
+
+HARDWARE_PATTERN = "2:4"
+
+
+def obstacles(
+    recipe: Recipe, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype, dense: dict[str, str]
+) -> dict[str, str | None]:
+    """For every sparse product of a recipe, why it cannot run on sparse tensor cores; None if it can."""
+    general = None
+    if str(recipe.pattern) != HARDWARE_PATTERN:
+        general = f"sparse tensor cores multiply {HARDWARE_PATTERN}, not {recipe.pattern}"
+    elif recipe.runs_in_fp8:
+        general = "its FP8 products are emulated"
+    else:
+        found = select(SPARSE_MATMUL, dtype, device)
+        general = None if found.name is not None else found.reason
+    sizes = {OUTPUT: (out_features, in_features), GRAD_INPUT: (in_features, out_features), GRAD_WEIGHT: (out_features, 64)}
+    if recipe.prunes_channels:
+        sizes[GRAD_INPUT] = (64, out_features)  # G itself is packed, whatever the number of tokens
+    reasons = {product: general or dense.get(product) or misfit(*sizes[product]) for product in recipe.sparse_products}
+    if reasons.get(GRAD_WEIGHT, "") is None and in_features % 8:
+        reasons[GRAD_WEIGHT] = f"in_features = {in_features} is not a multiple of 8"
+    return reasons
+
+
+@dataclass(eq=False)
+class SparseProducts:
+    """Which products of a layer run on sparse tensor cores, and the packed copies of its weight."""
+
+    dtype: torch.dtype
+    reasons: dict[str, str | None]
+    """Every sparse product of the recipe: None if it runs on sparse tensor cores, else why it does not."""
+    is_transposed: bool
+    output: bool = False
+    grad_input: bool = False
+    grad_weight: bool = False
+    """What runs so at present: a recipe may be in a dense phase. Plain attributes, for compilers to guard on."""
+    copies: dict[str, Tensor] = field(default_factory=dict)
+    """The packed weight for `output` and for `grad_input`."""
+    version: int = -1
+    """Of the weight, when it was packed."""
+    met_dtype: torch.dtype | None = None
+    """A type in which the layer was called and that the copies do not have."""
+
+    def set_active(self, products: tuple[str, ...]) -> None:
+        self.output, self.grad_input, self.grad_weight = (p in products and self.reasons.get(p, "") is None for p in PRODUCTS)
+
+    @property
+    def is_active(self) -> bool:
+        return self.output or self.grad_input or self.grad_weight
+
+    def serves(self, dtype: torch.dtype) -> bool:
+        """Whether a call in this type can use what is packed."""
+        return dtype == self.dtype and self.is_active
+
+    # ---- between steps ----
+
+    @torch.no_grad()
+    def pack(self, weight: Tensor, recipe: Recipe, state: State) -> None:
+        """Prune and pack the stored weight for the products that are active."""
+        stored = weight.detach().flatten(1)  # a 1x1 convolution is (O, I, 1, 1)
+        wants_backward = self.grad_input and not recipe.prunes_channels
+        forward = self._copy(OUTPUT, stored) if self.output else None
+        backward = self._copy(GRAD_INPUT, stored) if wants_backward else None
+        self.version = weight._version
+        if forward is None and backward is None:
+            return
+        packing, order = recipe.packing, recipe.row_order(state)
+        if packing is None or (order is not None and wants_backward):
+            self._pack_projected(stored, recipe, state, forward, backward, order)
+            return
+        pack_weight_(
+            stored,
+            *((backward, forward) if self.is_transposed else (forward, backward)),
+            columns_first=not self.is_transposed,
+            mask=None if packing.mask is None else state[packing.mask].t() if self.is_transposed else state[packing.mask].flatten(1),
+            scale=None if packing.scale is None else state[packing.scale],
+        )
+
+    def _copy(self, product: str, stored: Tensor) -> Tensor:
+        present = self.copies.get(product)
+        if present is None or present.dtype != self.dtype or present.device != stored.device:
+            present = torch.empty(packed_size(*stored.shape), dtype=self.dtype, device=stored.device)
+            torch._dynamo.mark_static_address(present)  # CUDA graphs of torch.compile need not copy it at every replay
+            self.copies[product] = present
+        return present
+
+    def _pack_projected(
+        self, stored: Tensor, recipe: Recipe, state: State, forward: Tensor | None, backward: Tensor | None, order: Tensor | None
+    ) -> None:
+        """For recipes that no kernel knows: project in plain torch, then pack what is 2:4 already."""
+        view = stored.t() if self.is_transposed else stored
+        if forward is not None:
+            seen = fast(_project_forward, view)(recipe, view, state, self.dtype)
+            self._pack_one(seen, forward, along_inputs=True)
+        if backward is not None:
+            seen = fast(_project_backward, view)(recipe, view, state, self.dtype, order)
+            self._pack_one(seen, backward, along_inputs=False)
+
+    def _pack_one(self, seen: Tensor, copy: Tensor, along_inputs: bool) -> None:
+        stored = (seen.t() if self.is_transposed else seen).contiguous()
+        columns_first = along_inputs is not self.is_transposed
+        pack_weight_(stored, *((copy, None) if columns_first else (None, copy)), columns_first=columns_first)
+
+    # ---- in forward and backward ----
+
+    def multiply_forward(self, x: Tensor, sizes: tuple[int, int]) -> Tensor:
+        """Y = X Wf^T."""
+        out_features, in_features = sizes
+        return sparse_matmul(self.copies[OUTPUT], x, out_features, in_features, self.is_transposed, True, True)
+
+    def multiply_backward(self, grad: Tensor, sizes: tuple[int, int], order: Tensor | None) -> Tensor:
+        """dX = G Wb."""
+        out_features, in_features = sizes
+        rows = grad if order is None else grad.index_select(1, order)
+        return sparse_matmul(self.copies[GRAD_INPUT], rows, in_features, out_features, not self.is_transposed, True, True)
+
+    def pack_gradient(
+        self, recipe: Recipe, grad: Tensor, state: State, counter: Tensor | None, want_x: bool, want_w: bool
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """G packed along tokens for `grad_weight` and along channels for `grad_input`, where either is active, and what
+        the latter product has still to be multiplied with, token by token. One read of G serves both kernels."""
+        want_tokens, want_channels = want_w and self.grad_weight, want_x and self.grad_input and recipe.prunes_channels
+        by_kernel = want_tokens and recipe.samples_tokens, want_channels and recipe.prunes_channels_by_magnitude
+        tokens = channels = factor = None
+        if any(by_kernel):
+            stream = state["stream"] if by_kernel[0] else None
+            tokens, channels, sums = pack_gradient(grad, stream, counter if by_kernel[0] else None, *by_kernel)
+            if by_kernel[1] and recipe.rescales_channels:
+                before, after = sums.unbind(0)
+                factor = torch.where(after == 0, 1, before / torch.where(after == 0, 1, after))
+        if want_tokens and not by_kernel[0]:
+            tokens = pack_sparse(recipe.grad_weight_grad(grad, state, counter), True)
+        if want_channels and not by_kernel[1]:
+            channels = pack_sparse(recipe.grad_input_grad(grad, state, counter), False)
+        return tokens if want_tokens else None, channels if want_channels else None, factor
+
+    def multiply_weight(self, packed: Tensor, x: Tensor, out_features: int) -> Tensor:
+        """dW = Gw^T X, stored as the weight is."""
+        return sparse_matmul(packed, x, out_features, padded(x.shape[0]), True, False, self.is_transposed)
+
+    def multiply_channels(self, packed: Tensor, factor: Tensor | None, weight: Tensor, tokens: int) -> Tensor:
+        """dX = Gd W with a packed Gd and the whole stored weight."""
+        out_features = weight.shape[1] if self.is_transposed else weight.shape[0]
+        grad_x = sparse_matmul(packed, weight, padded(tokens), out_features, False, self.is_transposed, False)[:tokens]
+        return grad_x if factor is None else (grad_x * factor[:, None]).to(grad_x.dtype)
+
+
+def _project_forward(recipe: Recipe, view: Tensor, state: State, dtype: torch.dtype) -> Tensor:
+    return recipe.output_weight(view.float(), state).to(dtype)
+
+
+def _project_backward(recipe: Recipe, view: Tensor, state: State, dtype: torch.dtype, order: Tensor | None) -> Tensor:
+    seen = recipe.grad_input_weight(view.float(), state).to(dtype)
+    return seen if order is None else seen.index_select(0, order)

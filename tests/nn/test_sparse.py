@@ -1,0 +1,292 @@
+"""Products in the packed layout: the wiring around the kernels, run on the CPU with the layout multiplied in plain torch."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from toys import CASES, case_id, make_optimizer
+
+import nmsparse as nm
+from nmsparse.kernels import _dispatch
+
+Case = tuple[str, dict[str, Any]]
+STEPS = 12
+SPARSE_CASES = [case for case in CASES if nm.recipe(case[0], "2:4", **case[1]).sparse_products and case[1].get("precision") is None]
+
+
+@pytest.fixture(autouse=True)
+def reference_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the reference serve sparse products on the CPU, and let every size pay."""
+    monkeypatch.setattr(_dispatch, "TABLE", [_dispatch.REFERENCE])
+    monkeypatch.setattr("nmsparse._tensor_cores.Rule.unprofitable", lambda *_: None)
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Linear(width, width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=False)
+        self.head = nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        return self.head(x + self.down(F.gelu(self.up(x))))
+
+
+def make(recipe: nm.Recipe, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, nm.Run]:
+    torch.manual_seed(0)
+    model = Net()
+    run = nm.sparsify_(model, recipe, **options)
+    optimizer = make_optimizer(recipe, model)
+    run.attach(optimizer, total_steps=STEPS)
+    return model, optimizer, run
+
+
+def data(tokens: int = 100) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, tokens // 2, 64, generator=generator), torch.randn(2, tokens // 2, 8, generator=generator)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS, tokens: int = 100) -> list[float]:
+    x, y = data(tokens)
+    losses = []
+    for _ in range(steps):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = (model(x).float() - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_products_say_what_runs_sparse() -> None:
+    _, _, run = make(nm.Trio("2:4"))
+    assert run.products["up"] == {"output": "sparse", "grad_input": "sparse", "grad_weight": "sparse"}
+    _, _, run = make(nm.Trio("2:4"), emulate=True)
+    assert set(run.products["up"].values()) == {"emulate=True"}
+    _, _, run = make(nm.STE("1:4"))
+    assert run.products["up"]["output"] == "sparse tensor cores multiply 2:4, not 1:4"
+
+
+@pytest.mark.parametrize("case", SPARSE_CASES, ids=case_id)
+def test_packed_products_train_as_the_emulation_does(case: Case) -> None:
+    recipe = nm.recipe(case[0], "2:4", **case[1])
+    results = []
+    for emulate in (True, False):
+        model, optimizer, run = make(recipe, emulate=emulate)
+        losses = train(model, optimizer)
+        results.append(losses)
+        if not emulate:
+            assert any("sparse" in how.values() or any("dense phase" in h for h in how.values()) for how in run.products.values())
+    # both round each product to bf16; what differs is the order of sums, and SDGP's factor after the product
+    assert results[0] == pytest.approx(results[1], rel=2e-2)
+    assert results[0][0] == pytest.approx(results[1][0], rel=2e-3)
+
+
+@pytest.mark.parametrize("case", [("trio", {}), ("s-ste", {}), ("fst", {"dense_tail": 0.0}), ("sdgp", {"mvue": True})], ids=case_id)
+def test_compiled_graph_is_whole_and_does_not_recompile(case: Case) -> None:
+    torch._dynamo.reset()
+    recipe = nm.recipe(case[0], "2:4", **case[1])
+    eager, compiled = make(recipe), make(recipe)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        losses = train(torch.compile(compiled[0], fullgraph=True, backend="aot_eager"), compiled[1])
+    assert losses == pytest.approx(train(eager[0], eager[1]), rel=2e-2)
+
+
+@pytest.mark.parametrize("tokens", [2, 6, 64, 130])
+def test_any_number_of_tokens_is_padded_inside(tokens: int) -> None:
+    for recipe in (nm.Trio("2:4"), nm.SDGP("2:4", mvue=True)):
+        losses = []
+        for emulate in (True, False):
+            model, optimizer, _ = make(recipe, emulate=emulate)
+            losses.append(train(model, optimizer, 4, tokens))
+        assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+
+
+def test_phases_switch_the_products_on_and_off() -> None:
+    model, optimizer, run = make(nm.STEP("2:4", switch=5))
+    assert run.products["up"]["output"] == "step is in a dense phase"
+    train(model, optimizer, 5)
+    assert run.products["up"]["output"] == "sparse"
+    model, optimizer, run = make(nm.FST("2:4", dense_tail=0.5, refresh=2))
+    assert run.products["up"]["grad_weight"] == "sparse"
+    train(model, optimizer, 8)
+    assert run.products["up"]["grad_weight"] == "fst is in a dense phase"
+
+
+def test_micro_batches_share_one_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, run = make(nm.Trio("2:4"))
+    calls = []
+    pack = type(run._layers["up"].layer.sparse).pack
+    monkeypatch.setattr(type(run._layers["up"].layer.sparse), "pack", lambda self, *a: (calls.append(1), pack(self, *a)))
+    x, y = data()
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = (model(x).float() - y).square().mean()
+        loss.backward()
+    assert not calls
+    optimizer.step()
+    assert len(calls) == len(run.layers)
+
+
+def test_buffers_keep_their_address() -> None:
+    model, optimizer, run = make(nm.Trio("2:4"))
+    before = {name: c.data_ptr() for name, c in run._layers["up"].layer.sparse.copies.items()}
+    train(model, optimizer, 3)
+    assert {name: c.data_ptr() for name, c in run._layers["up"].layer.sparse.copies.items()} == before
+
+
+def test_loading_weights_packs_them_again() -> None:
+    model, _, _ = make(nm.Trio("2:4"))
+    torch.manual_seed(3)
+    other = Net().state_dict()
+    model.load_state_dict(other)
+    fresh, _, _ = make(nm.Trio("2:4"))
+    with torch.no_grad():
+        for name, p in fresh.named_parameters():
+            p.copy_(other[name])
+    x, _ = data()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(x), fresh(x))  # the second is found stale, in eager mode, and packed again
+
+
+def test_weight_changed_by_hand_is_told_before_the_next_update() -> None:
+    model, optimizer, run = make(nm.STE("2:4"))
+    x, y = data()
+    with torch.autocast("cpu", torch.bfloat16):
+        (model(x).float() - y).square().mean().backward()
+    with torch.no_grad():
+        model.up.weight.mul_(2)
+    with pytest.warns(UserWarning, match=r"up: its weight was changed by hand"):
+        optimizer.step()
+    with torch.no_grad():
+        model.up.weight.mul_(0.5)
+    run.refresh()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+def test_float32_calls_are_told_and_run_emulated() -> None:
+    model, optimizer, run = make(nm.STE("2:4"))
+    monkey = _dispatch.Row("sparse_matmul", "reference", (torch.bfloat16,), lambda _: None)
+    _dispatch.TABLE[:] = [monkey]
+    x, y = data()
+    (model(x) - y).square().mean().backward()
+    with pytest.warns(UserWarning, match="computes in torch.float32, so its products run emulated"):
+        optimizer.step()
+    assert "not in torch.float32" in run.products["up"]["output"]
+
+
+def test_half_precision_is_followed_when_it_is_met() -> None:
+    model, optimizer, run = make(nm.STE("2:4"))
+    x, y = data()
+    with torch.autocast("cpu", torch.float16):
+        (model(x).float() - y).square().mean().backward()
+    optimizer.step()
+    assert run._layers["up"].layer.sparse.copies["output"].dtype == torch.float16
+
+
+def test_resumed_run_equals_the_uninterrupted_one() -> None:
+    recipe = nm.Trio("2:4")
+    whole = train(*make(recipe)[:2], STEPS)
+    model, optimizer, run = make(recipe)
+    first = train(model, optimizer, 5)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), run.state_dict()))
+    model, optimizer, run = make(recipe)
+    train(model, optimizer, 2)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    run.load_state_dict(saved[2])
+    assert first + train(model, optimizer, STEPS - 5) == whole
+
+
+def test_densify_and_freeze_work_in_the_middle() -> None:
+    model, optimizer, _ = make(nm.Trio("2:4"))
+    train(model, optimizer, 2)
+    nm.freeze_(model)
+    assert type(model.up) is nn.Linear
+    assert nm.functional.violations(model.up.weight, "2:4") == 0
+
+
+def test_layers_that_do_not_fit_the_layout_say_so() -> None:
+    model = nn.Sequential(nn.Linear(48, 64), nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 4))
+    run = nm.sparsify_(model, nm.Trio("2:4"))
+    run.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert run.products["0"]["output"] == "the hardware's layout needs multiples of 64 x 32, and this operand is 64 x 48"
+    assert run.products["1"]["output"] == "the hardware's layout needs multiples of 64 x 32, and this operand is 96 x 64"
+    assert run.products["2"]["output"] == "sparse"
+
+
+@pytest.mark.parametrize("recipe", [nm.Trio("2:4"), nm.SSTE("2:4"), nm.STE("2:4")], ids=lambda r: r.name)
+def test_pointwise_convolutions_in_channels_last_take_the_same_path(recipe: nm.Recipe) -> None:
+    results = []
+    for emulate in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(64, 128, 1), nn.GELU(), nn.Conv2d(128, 64, 1, bias=False), nn.Conv2d(64, 64, 3))
+        model = model.to(memory_format=torch.channels_last)
+        run = nm.sparsify_(model, recipe, targets=["0", "2", "3"], emulate=emulate)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.attach(optimizer)
+        if not emulate:
+            assert run.products["0"]["output"] == "sparse"
+            assert run.products["3"]["output"] == "only 1x1 convolutions of stride 1 are matrix products"
+        x = torch.randn(2, 64, 5, 7, generator=torch.Generator().manual_seed(0)).to(memory_format=torch.channels_last)
+        losses = []
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = model(x)
+            assert y.is_contiguous(memory_format=torch.channels_last)
+            loss = (y.float() - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        results.append(losses)
+    assert results[0] == pytest.approx(results[1], rel=2e-2)
+
+
+def test_conv1d_of_transformers_packs_the_other_way_round() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    for recipe in (nm.Trio("2:4"), nm.FST("2:4", dense_tail=0.0), nm.BiMask("2:4"), nm.SDGP("2:4", mvue=True)):
+        results = []
+        for emulate in (True, False):
+            torch.manual_seed(0)
+            model = nn.Sequential(Conv1D(128, 64), nn.GELU(), Conv1D(64, 128))
+            run = nm.sparsify_(model, recipe, targets=["0", "2"], emulate=emulate)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            run.attach(optimizer, total_steps=8)
+            x = torch.randn(70, 64, generator=torch.Generator().manual_seed(0))
+            losses = []
+            for _ in range(6):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = (model(x).float() - x).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                assert model[0].weight.grad.is_contiguous()
+                optimizer.step()
+                losses.append(loss.item())
+            results.append(losses)
+            assert emulate or "sparse" in run.products["0"].values()
+        assert results[0] == pytest.approx(results[1], rel=2e-2)
+
+
+def test_operators_pass_opcheck() -> None:
+    from nmsparse.kernels import pack_gradient, pack_sparse, sparse_matmul
+    from nmsparse.kernels._layout import compress
+
+    dense = torch.where(nm.functional.magnitude_mask(torch.randn(64, 96), "2:4"), torch.randn(64, 96), 0).bfloat16()
+    packed = compress(dense, "k")
+    torch.library.opcheck(sparse_matmul, (packed, torch.randn(10, 96).bfloat16(), 64, 96, False, True, True))
+    torch.library.opcheck(sparse_matmul, (packed, torch.randn(96, 40).bfloat16(), 64, 96, False, False, False))
+    word = torch.tensor(5, dtype=torch.int32)
+    torch.library.opcheck(pack_gradient, (torch.randn(70, 64).bfloat16(), word, word, True, True))
+    torch.library.opcheck(pack_gradient, (torch.randn(70, 64).bfloat16(), None, None, False, True))
+    torch.library.opcheck(pack_sparse, (dense, False))
