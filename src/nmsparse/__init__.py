@@ -10,6 +10,7 @@ from nmsparse import functional
 from nmsparse.nn import SparseConv2d, SparseLinear, densify_, effective_weight, freeze_
 from nmsparse.optim import StepAdamW
 from nmsparse.pattern import Pattern
+from nmsparse.plan import Plan, plan
 from nmsparse.recipes import (
     ASP,
     FST,
@@ -46,6 +47,7 @@ __all__ = [
     "Dense",
     "MaskDecay",
     "Pattern",
+    "Plan",
     "Recipe",
     "RecipeInfo",
     "Run",
@@ -58,6 +60,7 @@ __all__ = [
     "effective_weight",
     "freeze_",
     "functional",
+    "plan",
     "recipe",
     "recipe_info",
     "recipes",

@@ -54,6 +54,9 @@ def sparsify_(
         raise TypeError(
             f'recipe must be a recipe such as nmsparse.SSTE("2:4") or nmsparse.recipe("s-ste", "2:4"), got {recipe!r}.'
         )
+    check = getattr(plan, "check", None)
+    if check is not None:
+        check(recipe)
     modules, skipped, permuted = convert_(model, recipe, targets, exclude, seed)
     return Run(model, recipe, modules, skipped, permuted, seed, None if emulate else plan or Rule())
 

@@ -196,3 +196,121 @@ def test_every_place_is_equally_likely():
     for place in range(8):
         counts = torch.bincount(first[:, place], minlength=8).double()
         assert ((counts - 500).square() / 500).sum().item() < 30  # chi squared with 7 degrees of freedom, 0.01 % level
+
+
+# grids
+
+
+def grid(rows, columns, stream, counter):
+    return F.counter_uniform_grid(
+        rows, columns, torch.tensor(stream, dtype=torch.int32), torch.tensor(counter, dtype=torch.int32)
+    )
+
+
+def grid_word(row, column, stream, counter):
+    """The 32 bits of one entry of a grid, in Python integers."""
+    h = (word(row, stream, counter) ^ word(column, ~stream, counter)) * 0x7FEB352D & MASK
+    return (h ^ h >> 15) * 0x846CA68B & MASK
+
+
+@given(WORDS, WORDS)
+def test_grids_are_the_documented_hash_of_row_and_column(stream, counter):
+    expected = [[(grid_word(row, column, stream, counter) >> 9) * 2.0**-23 for column in range(7)] for row in range(5)]
+    assert grid(5, 7, stream, counter).tolist() == expected
+
+
+def test_grids_do_not_change_between_releases():
+    assert (grid(2, 3, 12345, 678) * 2**23).int().tolist() == [[4429024, 3764820, 1437977], [725031, 5141635, 2792124]]
+
+
+@given(st.integers(0, 9), st.integers(0, 9), WORDS, WORDS)
+def test_the_size_only_cuts_a_grid_out(rows, columns, stream, counter):
+    part = grid(rows, columns, stream, counter)
+    assert part.shape == (rows, columns)
+    assert part.dtype == torch.float32
+    assert torch.equal(part, grid(9, 9, stream, counter)[:rows, :columns])
+
+
+@given(WORDS, WORDS)
+def test_the_same_key_gives_the_same_grid_in_every_form(stream, counter):
+    expected = grid(6, 5, stream, counter)
+    assert torch.equal(grid(6, 5, stream, counter), expected)
+    for dtype in (torch.int32, torch.int64):
+        keys = torch.tensor([stream], dtype=dtype), torch.tensor([counter], dtype=dtype)
+        assert torch.equal(F.counter_uniform_grid(6, 5, *keys), expected)
+
+
+def test_grids_neither_read_nor_move_the_global_random_state():
+    state = torch.get_rng_state()
+    first = grid(8, 8, 1, 1)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(99)
+    second = grid(8, 8, 1, 1)
+    torch.set_rng_state(state)
+    assert torch.equal(first, second)
+
+
+GRID_KEYS = pytest.mark.parametrize(("stream", "counter"), [(0, 0), (1, 0), (0, 1), (F.hash_integers(7, 8), 123), (-1, -1)])
+
+
+@GRID_KEYS
+def test_grids_are_uniform(stream, counter):
+    u = grid(512, 512, stream, counter).double().flatten()
+    count = u.numel()
+    assert u.min() >= 0
+    assert u.max() < 1
+    assert torch.equal(u * 2**23, (u * 2**23).round())
+    assert ((u * 2**23).long() % 2).double().mean().item() == pytest.approx(0.5, abs=2 / math.sqrt(count))
+    assert u.mean().item() == pytest.approx(0.5, abs=4 * math.sqrt(1 / 12 / count))
+    assert u.var().item() == pytest.approx(1 / 12, rel=0.01)
+    steps = torch.arange(count, dtype=torch.float64) / count
+    # Kolmogorov-Smirnov distance at the 0.01 % level
+    assert (u.sort().values - steps).abs().max().item() < 2.23 / math.sqrt(count)
+    bins = torch.bincount((u * 256).long(), minlength=256).double()
+    chi_squared = ((bins - count / 256).square() / (count / 256)).sum().item()
+    assert abs(chi_squared - 255) < 5 * math.sqrt(2 * 255)
+
+
+@GRID_KEYS
+@pytest.mark.parametrize("along", [0, 1], ids=["rows", "columns"])
+def test_every_line_of_a_grid_is_uniform_and_unrelated_to_the_others(stream, counter, along):
+    lines = grid(512, 512, stream, counter).double()
+    lines = lines.t() if along else lines
+    assert (lines.mean(1) - 0.5).abs().max().item() < 5 * math.sqrt(1 / 12 / 512)
+    assert (lines.var(1) - 1 / 12).abs().max().item() < 5 * math.sqrt(1 / 180 / 512)
+    # 130816 pairs: the largest of as many normal deviates is about 4.6
+    assert torch.corrcoef(lines).fill_diagonal_(0).abs().max().item() < 6 / math.sqrt(512)
+
+
+@GRID_KEYS
+def test_the_corners_of_rectangles_are_unrelated(stream, counter):
+    z = grid(512, 512, stream, counter).double() - 0.5
+    for down, right in [(1, 1), (1, 2), (2, 1), (16, 1), (4, 8), (64, 64)]:
+        # two rows and two columns have four words whose exclusive or is 0: what is left of that after the last mixing?
+        product = z[:-down, :-right] * z[down:, :-right] * z[:-down, right:] * z[down:, right:]
+        assert abs(product.mean().item()) < 5 / 144 / math.sqrt(product.numel())
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [((0, 0), (1, 0)), ((0, 0), (0, 1)), ((1, 0), (0, 1)), ((5, 7), (7, 5)), ((3, 100), (3, 101)), ((-1, 2), (1, 2))],
+)
+def test_grids_of_other_streams_and_counters_are_uncorrelated(one, other):
+    a, b = grid(384, 384, *one), grid(384, 384, *other)
+    bound = 5 / 384
+    assert abs(correlation(a.flatten(), b.flatten())) < bound
+    assert abs(correlation(a.flatten(), b.t().flatten())) < bound
+    assert abs(correlation(a[1:].flatten(), b[:-1].flatten())) < bound
+    assert (a == b).sum() < 10
+
+
+def test_a_grid_is_unrelated_to_the_numbers_of_the_same_key():
+    assert abs(correlation(grid(256, 256, 3, 4).flatten(), F.counter_uniform((256 * 256,), 3, 4))) < 5 / 256
+
+
+def test_one_entry_of_a_grid_is_random_from_counter_to_counter():
+    series = torch.stack([grid(2, 2, 11, counter).flatten() for counter in range(4000)])
+    assert series.mean(0).tolist() == pytest.approx([0.5] * 4, abs=0.025)
+    assert torch.corrcoef(series.t()).fill_diagonal_(0).abs().max().item() < 0.08
+    for entry in range(4):
+        assert abs(correlation(series[1:, entry], series[:-1, entry])) < 0.08

@@ -1,13 +1,19 @@
 """What makes it fast. Triton and cuSPARSELt are loaded only when a kernel is asked for."""
 
-from nmsparse.kernels._dispatch import SPARSE_MATMUL, Selected, frozen_adamw_kernel, select
+from nmsparse.kernels._cusparselt import Product
+from nmsparse.kernels._dispatch import SPARSE_MATMUL, Selected, frozen_adamw_kernel, hardware, select, time_products
 from nmsparse.kernels._layout import misfit, packed_size
 from nmsparse.kernels._ops import pack_gradient, pack_sparse, pack_weight_, padded, sparse_matmul
+from nmsparse.kernels._search import Choice, milliseconds
 
 __all__ = [
     "SPARSE_MATMUL",
+    "Choice",
+    "Product",
     "Selected",
     "frozen_adamw_kernel",
+    "hardware",
+    "milliseconds",
     "misfit",
     "pack_gradient",
     "pack_sparse",
@@ -16,4 +22,5 @@ __all__ = [
     "padded",
     "select",
     "sparse_matmul",
+    "time_products",
 ]

@@ -5,13 +5,16 @@ A second engine (another GPU, another library) is one more row of the table; not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+
+from nmsparse.kernels._cusparselt import Product
+from nmsparse.kernels._search import Choice
 
 SPARSE_MATMUL = "sparse_matmul"
 
@@ -42,7 +45,7 @@ def _cusparselt(device: torch.device) -> str | None:
         return "the pack kernels need Triton, which is not installed"
     from nmsparse.kernels._engine import unavailable
 
-    return unavailable(torch.cuda.current_device() if device.index is None else device.index)
+    return unavailable(_index(device))
 
 
 def _reference(device: torch.device) -> str | None:
@@ -67,6 +70,26 @@ def select(operation: str, dtype: torch.dtype, device: torch.device) -> Selected
             return Selected(row.name, f"{row.name} serves {operation}")
         reasons.append(why)
     return Selected(None, "; ".join(reasons) or f"nothing serves {operation}")
+
+
+def time_products(products: Iterable[Product], device: torch.device) -> dict[Product, Choice | None]:
+    """What the sparse engine of a device needs for these products, and what dense ones need; searched where unknown."""
+    from nmsparse.kernels._engine import engine
+
+    return engine(_index(device)).search(products)
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """What measurements on this device depend on."""
+    if device.type != "cuda":
+        return {"device": device.type}
+    from nmsparse.kernels._search import hardware as of_gpu
+
+    return of_gpu(_index(device)) if _cusparselt(device) is None else {"gpu": torch.cuda.get_device_name(device)}
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @cache

@@ -3,12 +3,13 @@
 from typing import Any
 
 from nmsparse.nn._compiled import fast
-from nmsparse.nn._convert import RemovedWithSparsity, SparseModule, convert_, densify_, freeze_, sparse_modules
+from nmsparse.nn._convert import RemovedWithSparsity, SparseModule, convert_, densify_, freeze_, layer_sizes, sparse_modules
 from nmsparse.nn._layer import Layer
 from nmsparse.nn._modules import SparseConv2d, SparseLinear, SparseMixin, effective_weight, layer_of, sparse_class
 from nmsparse.nn._permute import Permuted, permute_channels_
 from nmsparse.nn._sparse import SparseProducts, obstacles
 from nmsparse.nn._targets import Targets
+from nmsparse.nn._targets import select as select_layers
 
 __all__ = [
     "Layer",
@@ -26,8 +27,10 @@ __all__ = [
     "fast",
     "freeze_",
     "layer_of",
+    "layer_sizes",
     "obstacles",
     "permute_channels_",
+    "select_layers",
     "sparse_modules",
 ]
 

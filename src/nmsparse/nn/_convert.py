@@ -154,6 +154,16 @@ def _view(module: nn.Module, tensor: Tensor) -> Tensor:
     return kind.view_weight(cast(SparseModule, module), tensor)
 
 
+def layer_sizes(module: nn.Module) -> tuple[int, int, bool, torch.device, torch.dtype] | None:
+    """Of a layer that is one matrix product: O, I, whether its weight is stored (I, O), where, and in which type."""
+    kind = sparse_class(type(module))
+    weight = module._parameters.get("weight")
+    if kind is None or weight is None or not cast(Any, kind).multiplies_matrices.fget(module):
+        return None
+    view = _view(module, weight)
+    return view.shape[0], view.shape[-1], view.stride(-1) != 1 and weight.ndim == 2, weight.device, weight.dtype
+
+
 def _init_states(records: dict[str, Layer], modules: dict[str, nn.Module]) -> None:
     with torch.no_grad():
         for name, layer in records.items():

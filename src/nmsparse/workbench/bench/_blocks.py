@@ -1,0 +1,99 @@
+"""Transformer blocks in the shapes that people train, from transformers' own models, without embedding and head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import nmsparse as nm
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A stack of blocks and the batch it is trained with."""
+
+    family: str
+    blocks: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    length: int
+    batch: int
+
+    @property
+    def tokens(self) -> int:
+        return self.length * self.batch
+
+
+MODELS = {
+    "llama-8b": Shape("llama", 4, 4096, 14336, 32, 8, 2048, 8),
+    "llama-1b": Shape("llama", 8, 2048, 8192, 32, 8, 2048, 8),
+    "gpt2-xl": Shape("gpt2", 8, 1600, 6400, 25, 25, 1024, 16),
+    "gpt2-124m": Shape("gpt2", 12, 768, 3072, 12, 12, 1024, 16),
+}
+
+
+def make_blocks(shape: Shape, device: str) -> nn.Module:
+    """The blocks as a transformers model that takes embedded tokens."""
+    if shape.family == "llama":
+        from transformers import LlamaConfig, LlamaModel
+
+        config = LlamaConfig(
+            vocab_size=8, hidden_size=shape.hidden, intermediate_size=shape.ffn, num_hidden_layers=shape.blocks,
+            num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, max_position_embeddings=shape.length,
+            attn_implementation="sdpa", use_cache=False, bos_token_id=None, eos_token_id=None,
+        )  # fmt: skip
+        model: nn.Module = LlamaModel(config)
+    else:
+        from transformers import GPT2Config, GPT2Model
+
+        config = GPT2Config(
+            vocab_size=8, n_embd=shape.hidden, n_inner=shape.ffn, n_layer=shape.blocks, n_head=shape.heads,
+            n_positions=shape.length, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="sdpa", use_cache=False, bos_token_id=None, eos_token_id=None,
+        )  # fmt: skip
+        model = GPT2Model(config)
+    return model.to(device)
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    found: Any = getattr(model, "layers", None) or getattr(model, "h", None)
+    return found
+
+
+@dataclass(eq=False)
+class Trainer:
+    """One training step after another: fp32 weights, bf16 autocast, fused AdamW, compiled blocks."""
+
+    model: nn.Module
+    step: Callable[[], None]
+    run: nm.Run | None
+
+
+def make_trainer(shape: Shape, device: str, recipe: nm.Recipe | None, plan: nm.Plan | None, emulate: bool = False) -> Trainer:
+    torch.manual_seed(0)
+    model = make_blocks(shape, device)
+    run = None if recipe is None else nm.sparsify_(model, recipe, plan=plan, emulate=emulate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
+    if run is not None:
+        run.attach(optimizer, total_steps=1_000_000)
+    for block in blocks_of(model):
+        block.compile()
+    generator = torch.Generator(device).manual_seed(1)
+    sizes = (shape.batch, shape.length, shape.hidden)
+    inputs = torch.randn(sizes, device=device, generator=generator, dtype=torch.bfloat16)
+    target = torch.randn(sizes, device=device, generator=generator, dtype=torch.bfloat16)
+
+    def step() -> None:
+        with torch.autocast(device, torch.bfloat16):
+            hidden: Tensor = model(inputs_embeds=inputs).last_hidden_state
+            loss = (hidden.float() * target).mean()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+
+    return Trainer(model, step, run)

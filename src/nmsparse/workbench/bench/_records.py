@@ -1,0 +1,64 @@
+"""Result rows: JSON lines with the hardware and versions they were measured with."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nmsparse as nm
+from nmsparse.kernels import hardware
+
+
+def commit() -> str | None:
+    """The commit of this checkout, if it is one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return result.stdout.strip() or None
+
+
+def versions() -> dict[str, Any]:
+    """What a result depends on beside the code."""
+    facts: dict[str, Any] = {"nmsparse": nm.__version__, "commit": commit(), "torch": torch.__version__}
+    facts |= {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for package in ("triton", "transformers"):
+        try:
+            facts[package] = __import__(package).__version__
+        except ImportError:
+            facts[package] = None
+    return facts
+
+
+@dataclass
+class Recorder:
+    """Collects rows, appends them to a file, and tells each to a listener."""
+
+    file: Path | None = None
+    listen: Callable[[dict[str, Any]], None] = lambda row: None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.stamp = {
+            "when": datetime.now(UTC).isoformat(timespec="seconds"),
+            **versions(),
+            **hardware(torch.device("cuda", torch.cuda.current_device())),
+        }
+
+    def add(self, suite: str, **facts: Any) -> None:
+        row = {"suite": suite, **facts, **self.stamp}
+        self.rows.append(row)
+        if self.file is not None:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        self.listen(row)
