@@ -85,12 +85,14 @@ class TensorCores:
             general = "float64 is not computed on tensor cores"
         elif not handle.module.multiplies_matrices:
             general = "only 1x1 convolutions of stride 1 are matrix products"
-        elif weight.ndim > 2 and (recipe.packing is None or recipe.packing.mask or recipe.prunes_channels or handle.state.get("permutation") is not None):
+        elif weight.ndim > 2 and (
+            recipe.packing is None or recipe.packing.mask or recipe.prunes_channels or handle.state.get("permutation") is not None
+        ):
             general = f"{recipe.name} keeps a state per weight of a convolution that the kernels do not read"
         elif not weight.is_contiguous() and not weight.is_contiguous(memory_format=torch.channels_last):
             general = "its weight is not contiguous in memory"
         if general is not None:
-            return {product: general for product in recipe.sparse_products}
+            return dict.fromkeys(recipe.sparse_products, general)
         reasons = obstacles(recipe, out_features, in_features, weight.device, dtype, handle.layer.dense)
         for product, reason in reasons.items():
             if reason is None:
@@ -131,7 +133,7 @@ class TensorCores:
         sparse = handle.layer.sparse
         if sparse is None:
             why = "emulate=True" if self.verdict is None else "decided when an optimizer is attached"
-            return {product: why for product in self.recipe.sparse_products}
+            return dict.fromkeys(self.recipe.sparse_products, why)
         flags = {"output": sparse.output, "grad_input": sparse.grad_input, GRAD_WEIGHT: sparse.grad_weight}
         dense_now = f"{self.recipe.name} is in a dense phase"
         return {product: reason or (SPARSE if flags[product] else dense_now) for product, reason in sparse.reasons.items()}

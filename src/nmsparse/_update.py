@@ -9,7 +9,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from nmsparse.functional import transposable_mask
+from nmsparse.kernels import transposable_kernel
 from nmsparse.nn import Layer, SparseMixin, SparseModule, fast
+from nmsparse.pattern import Pattern
 from nmsparse.recipes import Clock, Recipe, State
 
 
@@ -102,6 +105,10 @@ class OptimizerUpdate:
                 if mask is not None:
                     found[layer.name] = mask.clone() if "mask" in layer.state else mask
         return found
+
+    def transposable_mask(self, weight: Tensor, pattern: Pattern) -> Tensor:
+        kernel = transposable_kernel(weight, str(pattern))
+        return transposable_mask(weight, pattern) if kernel is None else kernel(weight)
 
     def set_scalar(self, name: str, value: float) -> None:
         fill([layer.state[name] for layer in self.layers], value)

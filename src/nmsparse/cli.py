@@ -1,10 +1,11 @@
-"""The command line. So far it lists the recipes; training, comparing and export come with the workbench."""
+"""The command line: recipes, plans and benchmarks so far; training, comparing and export come with the workbench."""
 
 from __future__ import annotations
 
 import json
 import sys
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import nmsparse as nm
@@ -21,11 +22,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     help='Train PyTorch models with N:M structured sparsity. "2:4" keeps 2 of every 4 weights.',
 )
-
-
-@app.callback()
-def _root() -> None:
-    """Makes ``recipes`` a sub-command although it is the only one."""
 
 
 @app.command()
@@ -72,6 +68,75 @@ def _table(rows: list[dict[str, Any]]) -> None:
         options = "\n".join(f"{name}={value}" for name, value in row["options"].items())
         table.add_row(row["name"], "\n".join(row["products"]) or "-", row["summary"], options, row["paper"])
     Console().print(table)
+
+
+def _need_gpu(command: str) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        typer.echo(f"nmsparse {command} measures a CUDA GPU, and torch sees none on this machine.", err=True)
+        raise typer.Exit(1)
+
+
+def _check_names(option: str, given: list[str], known: Any) -> list[str]:
+    for name in given:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(known)}.", param_hint=option)
+    return given or list(known)
+
+
+def _recipe(name: str, pattern: str) -> nm.Recipe:
+    try:
+        return nm.recipe(name, pattern)
+    except (ValueError, KeyError) as error:
+        raise typer.BadParameter(str(error).strip("\"'"), param_hint="--recipe") from None
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="A shape of nmsparse bench (such as llama-8b), or a transformers model or folder.")
+    ],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch: batch times length.")] = 16384,
+    recipe: Annotated[str, typer.Option(help="Recipe by name; nmsparse recipes lists them.")] = "trio",
+    pattern: Annotated[str, typer.Option(help="N:M.")] = "2:4",
+    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches per update.")] = 1,
+    output: Annotated[Path | None, typer.Option(help="Save the plan here, for sparsify_(..., plan=Plan.load(...)).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False,
+) -> None:
+    """Measure every layer of a model on this GPU and say which products to run sparse, and why not the others."""
+    chosen = _recipe(recipe, pattern)
+    _need_gpu("plan")
+    from nmsparse.workbench.bench import meta_model
+
+    try:
+        built = meta_model(model)
+    except (OSError, ValueError) as error:
+        typer.echo(f"{model!r} is neither a shape of nmsparse bench nor a model transformers can configure: {error}", err=True)
+        raise typer.Exit(1) from None
+    made = nm.plan(built, chosen, tokens, micro_batches=micro_batches, device="cuda")
+    if output is not None:
+        made.save(output)
+    typer.echo(made.to_json() if as_json else str(made))
+
+
+@app.command()
+def bench(
+    suites: Annotated[list[str] | None, typer.Argument(help="kernels, products, layer, steps; all of them by default.")] = None,
+    models: Annotated[list[str] | None, typer.Option("--model", help="Shapes for the steps; repeat for several.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.05, help="How long each side runs before the other has its turn.")] = 1.0,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each side.")] = 2,
+    output: Annotated[Path | None, typer.Option(help="Append JSON lines here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines in place of the table.")] = False,
+) -> None:
+    """Measure this GPU: pack kernels, products, one layer, and whole training steps, dense and sparse in turn."""
+    from nmsparse.workbench.bench import MODELS, SUITES, Recorder, headline, run_suites
+
+    chosen = _check_names("SUITES", suites or [], SUITES)
+    shapes = _check_names("--model", models or [], MODELS)
+    _need_gpu("bench")
+    show = json.dumps if as_json else headline
+    run_suites(chosen, Recorder(output, lambda row: typer.echo(show(row))), seconds, turns, shapes)
 
 
 def main() -> None:

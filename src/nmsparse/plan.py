@@ -92,9 +92,12 @@ class Plan:
             return f"the plan knows this layer as {layer.out_features} x {layer.in_features}"
         return layer.products[product].reason if product in layer.products else "the plan does not know this product"
 
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+
     def save(self, path: str | Path) -> None:
         """Write JSON."""
-        Path(path).write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1))
+        Path(path).write_text(self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -103,10 +106,7 @@ class Plan:
             saved = json.loads(Path(path).read_text())
             if saved.pop("format") != FORMAT:
                 raise ValueError("it has another format")
-            layers = {
-                name: LayerPlan(**{**layer, "products": {p: ProductTime(**times) for p, times in layer["products"].items()}})
-                for name, layer in saved.pop("layers").items()
-            }
+            layers = {name: _layer_plan(layer) for name, layer in saved.pop("layers").items()}
             return cls(layers=layers, **saved)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is not a plan of this nmsparse ({error}); make one with nmsparse.plan.") from error
@@ -135,6 +135,11 @@ class Plan:
         return "\n".join([*lines, total, *(f"dense: {reason}" for reason in reasons)])
 
 
+def _layer_plan(saved: dict[str, Any]) -> LayerPlan:
+    products = {product: ProductTime(**times) for product, times in saved.pop("products").items()}
+    return LayerPlan(products=products, **saved)
+
+
 def _cell(times: ProductTime | None) -> str:
     if times is None:
         return "-"
@@ -153,11 +158,13 @@ def plan(
     *,
     micro_batches: int = 1,
     dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
 ) -> Plan:
     """Time every product of every selected layer on this GPU and decide which run on sparse tensor cores.
 
     ``tokens`` is the size of a micro-batch (batch times length), ``micro_batches`` their number per update, ``dtype`` the
-    type of the products (that of autocast). The model is not changed. On a machine without support the plan says so.
+    type of the products (that of autocast), ``device`` where training will run if that is not where the weights are (they
+    may be on the meta device). The model is not changed. On a machine without support the plan says so.
     """
     if tokens < 1 or micro_batches < 1:
         raise ValueError(f"tokens and micro_batches count from 1, got {tokens} and {micro_batches}.")
@@ -168,7 +175,7 @@ def plan(
     layers: dict[str, LayerPlan] = {}
     skipped = dict(selection.skipped)
     known: dict[tuple[Any, ...], LayerPlan] = {}
-    sizes = {name: layer_sizes(module) for name, module in selection.layers.items()}
+    sizes = {name: _moved(layer_sizes(module), device) for name, module in selection.layers.items()}
     planner.search([size for size in sizes.values() if size is not None])
     for name, size in sizes.items():
         if size is None:
@@ -181,7 +188,16 @@ def plan(
     return Plan(describe(recipe), tokens, micro_batches, hardware(device), layers, skipped)
 
 
-def products_of(recipe: Recipe, out_features: int, in_features: int, is_transposed: bool, tokens: int, dtype: torch.dtype) -> dict[str, Product]:
+LayerSize = tuple[int, int, bool, torch.device, torch.dtype]
+
+
+def _moved(size: LayerSize | None, device: torch.device | str | None) -> LayerSize | None:
+    return size if size is None or device is None else (*size[:3], torch.device(device), size[4])
+
+
+def products_of(
+    recipe: Recipe, out_features: int, in_features: int, is_transposed: bool, tokens: int, dtype: torch.dtype
+) -> dict[str, Product]:
     """The sparse products of a layer as the engine knows them."""
     found = {
         OUTPUT: Product(out_features, padded(tokens, 8), in_features, is_transposed, True, True, dtype),
@@ -202,10 +218,10 @@ class _Planner:
     def _obstacles(self, out_features: int, in_features: int, device: torch.device) -> dict[str, str | None]:
         fit = self.recipe.fit(out_features, in_features)
         if fit.refused is not None:
-            return {product: fit.refused for product in self.recipe.sparse_products}
+            return dict.fromkeys(self.recipe.sparse_products, fit.refused)
         return obstacles(self.recipe, out_features, in_features, device, self.dtype, fit.dense)
 
-    def search(self, sizes: list[tuple[int, int, bool, torch.device, torch.dtype]]) -> None:
+    def search(self, sizes: list[LayerSize]) -> None:
         """Time all products in one go: starting the process that does it takes longer than most products."""
         wanted: dict[torch.device, list[Product]] = {}
         for out_features, in_features, is_transposed, device, _ in dict.fromkeys(sizes):
@@ -216,7 +232,9 @@ class _Planner:
             if products:
                 time_products(products, device)
 
-    def layer(self, out_features: int, in_features: int, is_transposed: bool, device: torch.device, master: torch.dtype) -> LayerPlan:
+    def layer(
+        self, out_features: int, in_features: int, is_transposed: bool, device: torch.device, master: torch.dtype
+    ) -> LayerPlan:
         reasons = self._obstacles(out_features, in_features, device)
         open_ = [product for product, reason in reasons.items() if reason is None]
         if not open_:
@@ -225,7 +243,9 @@ class _Planner:
         found = products_of(self.recipe, out_features, in_features, is_transposed, self.tokens, self.dtype)
         chosen = time_products([found[product] for product in open_], device)
         measured = {p: (choice.dense_ms, choice.sparse_ms) for p in open_ if (choice := chosen[found[p]]) is not None}
-        weight = torch.randn((in_features, out_features) if is_transposed else (out_features, in_features), device=device).to(master)
+        weight = torch.randn((in_features, out_features) if is_transposed else (out_features, in_features), device=device).to(
+            master
+        )
         packs = self._pack_times(weight, is_transposed, list(measured))
         cast = milliseconds(lambda: weight.to(self.dtype), 2) if master != self.dtype else 0.0
         best = self._choose(measured, packs, cast)
@@ -263,7 +283,9 @@ class _Planner:
             packs[GRAD_WEIGHT] = milliseconds(lambda: pack_gradient(grad, word, word, True, False), 2)
         return packs
 
-    def _cost(self, chosen: tuple[str, ...], measured: dict[str, tuple[float, float]], packs: dict[str, float], cast: float) -> float:
+    def _cost(
+        self, chosen: tuple[str, ...], measured: dict[str, tuple[float, float]], packs: dict[str, float], cast: float
+    ) -> float:
         """Milliseconds per update with these products sparse."""
         per_batch = per_update = 0.0
         for product, (dense_ms, sparse_ms) in measured.items():

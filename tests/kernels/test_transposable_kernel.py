@@ -134,6 +134,16 @@ def test_nan_and_infinities_outweigh_everything_else(kernel, share, dtype):
     assert_equal(kernel, x.to(dtype))
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_one_nan_or_infinity_outweighs_a_block_of_the_largest_numbers(kernel, value):
+    """By so much that nothing else counts: the first pattern that keeps it wins."""
+    x = torch.rand(16, 4, 4, generator=torch.Generator().manual_seed(0)) * torch.finfo(torch.float32).max
+    x.view(16, 16).fill_diagonal_(value)
+    mask = kernel(from_blocks(x, 4))
+    first = [next(pattern for pattern in F.block_patterns(2, 4) if pattern[entry]) for entry in range(16)]
+    assert torch.equal(to_blocks(mask).flatten(1), torch.tensor(first).bool())
+
+
 def test_a_negative_nan_counts_as_any_nan(kernel):
     x = normal(32, 32)
     x.view(torch.int32)[normal(32, 32, seed=1) > 1] = -1

@@ -17,7 +17,9 @@ from nmsparse.kernels import _dispatch
 
 Case = tuple[str, dict[str, Any]]
 STEPS = 12
-SPARSE_CASES = [case for case in CASES if nm.recipe(case[0], "2:4", **case[1]).sparse_products and case[1].get("precision") is None]
+SPARSE_CASES = [
+    case for case in CASES if nm.recipe(case[0], "2:4", **case[1]).sparse_products and case[1].get("precision") is None
+]
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +32,11 @@ def reference_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 class Net(nn.Module):
     def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.embed, self.up, self.down = nn.Linear(width, width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=False)
+        self.embed, self.up, self.down = (
+            nn.Linear(width, width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width, bias=False),
+        )
         self.head = nn.Linear(width, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,7 +95,9 @@ def test_packed_products_train_as_the_emulation_does(case: Case) -> None:
     assert results[0][0] == pytest.approx(results[1][0], rel=2e-3)
 
 
-@pytest.mark.parametrize("case", [("trio", {}), ("s-ste", {}), ("fst", {"dense_tail": 0.0}), ("sdgp", {"mvue": True})], ids=case_id)
+@pytest.mark.parametrize(
+    "case", [("trio", {}), ("s-ste", {}), ("fst", {"dense_tail": 0.0}), ("sdgp", {"mvue": True})], ids=case_id
+)
 def test_compiled_graph_is_whole_and_does_not_recompile(case: Case) -> None:
     torch._dynamo.reset()
     recipe = nm.recipe(case[0], "2:4", **case[1])
@@ -279,14 +287,17 @@ def test_conv1d_of_transformers_packs_the_other_way_round() -> None:
 
 
 def test_operators_pass_opcheck() -> None:
-    from nmsparse.kernels import pack_gradient, pack_sparse, sparse_matmul
+    from nmsparse.kernels import pack_gradient, pack_sparse, sampled_grad_weight, sparse_matmul
     from nmsparse.kernels._layout import compress
 
     dense = torch.where(nm.functional.magnitude_mask(torch.randn(64, 96), "2:4"), torch.randn(64, 96), 0).bfloat16()
     packed = compress(dense, "k")
-    torch.library.opcheck(sparse_matmul, (packed, torch.randn(10, 96).bfloat16(), 64, 96, False, True, True))
-    torch.library.opcheck(sparse_matmul, (packed, torch.randn(96, 40).bfloat16(), 64, 96, False, False, False))
+    torch.library.opcheck(
+        sparse_matmul, (packed, torch.randn(10, 96).bfloat16(), torch.randn(64).bfloat16(), 64, 96, False, True, True)
+    )
+    torch.library.opcheck(sparse_matmul, (packed, torch.randn(96, 40).bfloat16(), None, 64, 96, False, False, False))
     word = torch.tensor(5, dtype=torch.int32)
     torch.library.opcheck(pack_gradient, (torch.randn(70, 64).bfloat16(), word, word, True, True))
     torch.library.opcheck(pack_gradient, (torch.randn(70, 64).bfloat16(), None, None, False, True))
     torch.library.opcheck(pack_sparse, (dense, False))
+    torch.library.opcheck(sampled_grad_weight, (torch.randn(70, 64).bfloat16(), torch.randn(70, 32).bfloat16(), word, word, True))

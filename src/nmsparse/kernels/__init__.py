@@ -1,9 +1,17 @@
 """What makes it fast. Triton and cuSPARSELt are loaded only when a kernel is asked for."""
 
 from nmsparse.kernels._cusparselt import Product
-from nmsparse.kernels._dispatch import SPARSE_MATMUL, Selected, frozen_adamw_kernel, hardware, select, time_products
+from nmsparse.kernels._dispatch import (
+    SPARSE_MATMUL,
+    Selected,
+    frozen_adamw_kernel,
+    hardware,
+    select,
+    time_products,
+    transposable_kernel,
+)
 from nmsparse.kernels._layout import misfit, packed_size
-from nmsparse.kernels._ops import pack_gradient, pack_sparse, pack_weight_, padded, sparse_matmul
+from nmsparse.kernels._ops import pack_gradient, pack_sparse, pack_weight_, padded, sampled_grad_weight, sparse_matmul
 from nmsparse.kernels._search import Choice, milliseconds
 
 __all__ = [
@@ -20,7 +28,9 @@ __all__ = [
     "pack_weight_",
     "packed_size",
     "padded",
+    "sampled_grad_weight",
     "select",
     "sparse_matmul",
     "time_products",
+    "transposable_kernel",
 ]

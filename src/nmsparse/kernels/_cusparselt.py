@@ -63,6 +63,9 @@ class Algorithm(NamedTuple):
     split_k: int = 1
 
 
+DEFAULT = Algorithm()
+
+
 class _Struct:
     """Zeroed, aligned memory for one opaque structure."""
 
@@ -125,7 +128,7 @@ class Plan:
 
     product: Product
     device: int
-    algorithm: Algorithm = Algorithm()
+    algorithm: Algorithm = DEFAULT
 
     def __post_init__(self) -> None:
         self._lib, self._handle = library(), _handle(self.device)
@@ -149,6 +152,8 @@ class Plan:
             c_int(COMPUTE_32F),
         )
         self._bias = c_void_p()
+        if p.has_bias:  # the epilogue is chosen with the plan; the address may move later
+            self._point_to_bias(_handle_memory(self.device).data_ptr())
         self._call("MatmulAlgSelectionInit", self._selection.pointer, self._product.pointer, c_int(0))
         if self.algorithm.id >= 0:
             self._set(ALG_CONFIG_ID, self.algorithm.id)
@@ -206,6 +211,12 @@ class Plan:
         pointers = [c_void_p(t.data_ptr()) for t in (stored, packed, buffer)]
         self._call("SpMMACompress", self._plan.pointer, *pointers, stream)
         return packed
+
+
+@cache
+def _handle_memory(device: int) -> Tensor:
+    """Any address on the device, to stand for a bias that is not there yet."""
+    return torch.zeros(16, dtype=torch.bfloat16, device=f"cuda:{device}")
 
 
 def _matrix(rows: int, columns: int, kind: int, order: int) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nmsparse.kernels._cusparselt import Product
 from nmsparse.kernels._search import Choice
@@ -90,6 +91,23 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
+
+
+def transposable_kernel(weight: Tensor, pattern: str) -> Callable[[Tensor], Tensor] | None:
+    """The search for transposable masks in one kernel, or None where plain torch must do it."""
+    is_matrix = weight.ndim == 2 and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if not weight.is_cuda or pattern != "2:4" or not is_matrix or find_spec("triton") is None:
+        return None
+    from nmsparse.kernels._transposable import transposable_mask_kernel
+
+    def search(weight: Tensor) -> Tensor:
+        if not weight.is_contiguous():  # a (I, O) weight seen as (O, I): the transpose of a transposable mask is one
+            return search(weight.t()).t() if weight.t().is_contiguous() else search(weight.contiguous())
+        mask = torch.empty(weight.shape, dtype=torch.bool, device=weight.device)
+        transposable_mask_kernel(weight, mask)
+        return mask
+
+    return search
 
 
 @cache

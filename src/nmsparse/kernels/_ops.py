@@ -30,27 +30,37 @@ def padded(tokens: int, multiple: int = TOKENS) -> int:
 
 @torch.library.custom_op("nmsparse::sparse_matmul", mutates_args=())
 def sparse_matmul(
-    packed: Tensor, dense: Tensor, m: int, k: int, m_major: bool, b_transposed: bool, d_transposed: bool
+    packed: Tensor,
+    dense: Tensor,
+    bias: Tensor | None,
+    m: int,
+    k: int,
+    m_major: bool,
+    b_transposed: bool,
+    d_transposed: bool,
 ) -> Tensor:
-    """D (m x n) = A (m x k, packed) @ B: see nmsparse.kernels._cusparselt for the layouts.
+    """D (m x n) = A (m x k, packed) @ B, plus a bias of m entries: see nmsparse.kernels._cusparselt for the layouts.
 
     The dense operand may have fewer rows than the product needs; it is padded with zeros, and D cut, inside.
     """
     b = _fit_rows(dense, k, b_transposed)
     n = b.shape[0] if b_transposed else b.shape[1]
-    product = Product(m, n, k, m_major, b_transposed, d_transposed, packed.dtype)
-    if packed.is_cuda:
-        from nmsparse.kernels._engine import engine
-
-        with torch.cuda.device(packed.device):
-            out = engine(packed.get_device()).matmul(packed, b, product)
-    else:
-        out = _reference_matmul(packed, b, product)
+    product = Product(m, n, k, m_major, b_transposed, d_transposed, packed.dtype, bias is not None)
+    out = _multiply(packed, b, product, bias)
     return out[: dense.shape[0]].contiguous() if b_transposed and d_transposed else out
 
 
 @sparse_matmul.register_fake
-def _(packed: Tensor, dense: Tensor, m: int, k: int, m_major: bool, b_transposed: bool, d_transposed: bool) -> Tensor:
+def _(
+    packed: Tensor,
+    dense: Tensor,
+    bias: Tensor | None,
+    m: int,
+    k: int,
+    m_major: bool,
+    b_transposed: bool,
+    d_transposed: bool,
+) -> Tensor:
     n = dense.shape[0] if b_transposed else dense.shape[1]
     return packed.new_empty((n, m) if d_transposed else (m, n))
 
@@ -62,10 +72,22 @@ def _fit_rows(dense: Tensor, k: int, b_transposed: bool) -> Tensor:
     return F.pad(dense, (0, 0, 0, missing)) if missing else dense.contiguous()
 
 
-def _reference_matmul(packed: Tensor, b: Tensor, product: Product) -> Tensor:
+def _multiply(packed: Tensor, b: Tensor, product: Product, bias: Tensor | None = None) -> Tensor:
+    if not packed.is_cuda:
+        return _reference_matmul(packed, b, product, bias)
+    from nmsparse.kernels._engine import engine
+
+    with torch.cuda.device(packed.device):
+        return engine(packed.get_device()).matmul(
+            packed, b, product, None if bias is None else bias.to(packed.dtype).contiguous()
+        )
+
+
+def _reference_matmul(packed: Tensor, b: Tensor, product: Product, bias: Tensor | None) -> Tensor:
     stored = decompress(packed, product.m, product.k, "m" if product.m_major else "k")
     a = (stored.t() if product.m_major else stored).float()
     d = a @ (b.t() if product.b_transposed else b).float()
+    d = d if bias is None else d + bias.float()[:, None]
     return (d.t() if product.d_transposed else d).to(packed.dtype).contiguous()
 
 
@@ -124,6 +146,20 @@ def _pack_gradient_plainly(
         features = _compressed(kept, "k")
         sums = torch.stack([full.float().abs().sum(1)[:count], kept.float().abs().sum(1)[:count]])
     return tokens, features, sums
+
+
+@torch.library.custom_op("nmsparse::sampled_grad_weight", mutates_args=())
+def sampled_grad_weight(grad: Tensor, x: Tensor, stream: Tensor, counter: Tensor, d_transposed: bool) -> Tensor:
+    """dW (O, I) = MVUE(G)^T X, or (I, O): packing and product in one, so that the packed copy lives no longer than it must."""
+    packed = torch.ops.nmsparse.pack_gradient(grad, stream, counter, True, False)[0]
+    channels, rows = grad.shape[1], padded(grad.shape[0])
+    product = Product(channels, x.shape[1], rows, True, False, d_transposed, grad.dtype)
+    return _multiply(packed, _fit_rows(x, rows, False), product)
+
+
+@sampled_grad_weight.register_fake
+def _(grad: Tensor, x: Tensor, stream: Tensor, counter: Tensor, d_transposed: bool) -> Tensor:
+    return grad.new_empty((x.shape[1], grad.shape[1]) if d_transposed else (grad.shape[1], x.shape[1]))
 
 
 @torch.library.custom_op("nmsparse::pack_sparse", mutates_args=())

@@ -17,7 +17,6 @@ import select
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -26,19 +25,12 @@ from typing import Any
 
 import torch
 
-from nmsparse.kernels._cusparselt import Algorithm, Plan, Product, version
-from nmsparse.kernels._layout import packed_size
+from nmsparse.kernels._cusparselt import Product, version
 
 logger = logging.getLogger("nmsparse")
 FORMAT = 1
 SILENCE_S = 60
 """A child that says nothing for so long is hung."""
-IDLE_S = 15
-"""A child that is asked nothing for so long goes away and frees its memory."""
-ERROR = 4e-3
-"""Largest relative error against the dense product in the same 16-bit type: both round their results once."""
-FINALISTS = 3
-SPLIT_K = (2, 4)
 
 
 @dataclass(frozen=True)
@@ -122,7 +114,9 @@ class Choices:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # said once, when it was read first
             merged = {**self._read(), **self.found}
-        text = json.dumps({"hardware": self.hardware, "choices": {key: asdict(choice) for key, choice in merged.items()}}, indent=1)
+        text = json.dumps(
+            {"hardware": self.hardware, "choices": {key: asdict(choice) for key, choice in merged.items()}}, indent=1
+        )
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self.file.parent, suffix=".tmp", delete=False) as file:
@@ -187,7 +181,7 @@ class Searcher:
             if current is None:
                 raise RuntimeError(
                     f"the process that times algorithms ended before it began (exit status {self._stop()}); run "
-                    "python -m nmsparse.kernels._search 0 to see why."
+                    "python -m nmsparse.kernels._search_child 0 to see why."
                 )
             logger.warning("nmsparse: algorithm %s broke or hung on %s and is excluded.", current, key)
             self.excluded.setdefault(key, []).append(current)
@@ -219,7 +213,7 @@ class Searcher:
                     return
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "nmsparse.kernels._search", str(self.device)]
+        command = [sys.executable, "-m", "nmsparse.kernels._search_child", str(self.device)]
         paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment)
@@ -240,30 +234,6 @@ def _searcher(device: int) -> Searcher:
     return _SEARCHERS.setdefault(device, Searcher(device))
 
 
-# ---- child ----
-
-
-def random_operand(product: Product, device: torch.device) -> torch.Tensor:
-    """A packed operand of random values in random legal positions."""
-    count = product.m * product.k
-    values = torch.randn(count // 2, device=device).to(product.dtype)
-    legal = torch.tensor([0x4, 0x8, 0x9, 0xC, 0xD, 0xE], device=device)
-    nibbles = legal[torch.randint(6, (2, count // 8), device=device)]
-    packed = torch.cat([values.view(torch.uint8), (nibbles[0] | nibbles[1] << 4).to(torch.uint8)]).view(product.dtype)
-    assert packed.numel() == packed_size(product.m, product.k)
-    return packed
-
-
-def dense_product(product: Product, stored: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """The same product with a dense operand, in the same layouts."""
-    a = stored.t() if product.m_major else stored
-    other = b.t() if product.b_transposed else b
-    if product.d_transposed:
-        torch.mm(other.t(), a.t(), out=out)
-    else:
-        torch.mm(a, other, out=out)
-
-
 def milliseconds(call: Any, at_least_ms: float) -> float:
     """Mean time of a call over a run of about ``at_least_ms``."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -279,85 +249,3 @@ def milliseconds(call: Any, at_least_ms: float) -> float:
         if took >= at_least_ms or count >= 4096:
             return took / count
         count = min(4096, max(2 * count, int(1.2 * count * at_least_ms / max(took, 1e-3))))
-
-
-def time_algorithms(product: Product, excluded: list[list[int]], device: int, say: Any) -> Choice | None:
-    """Time every algorithm, check the fastest, and time those again beside the dense product."""
-    from nmsparse.kernels._layout import decompress
-
-    where = torch.device("cuda", device)
-    packed = random_operand(product, where)
-    b = torch.randn((product.n, product.k) if product.b_transposed else (product.k, product.n), device=where).to(product.dtype)
-    shape = (product.n, product.m) if product.d_transposed else (product.m, product.n)
-    out, expected = torch.empty(shape, device=where, dtype=product.dtype), torch.empty(shape, device=where, dtype=product.dtype)
-    dense_product(product, decompress(packed, product.m, product.k, "m" if product.m_major else "k"), b, expected)
-    norm = expected.float().norm()
-    split = SPLIT_K if product.m * product.n < 132 * 2 * 128 * 256 else ()  # more parts help only where tiles are few
-    count = Plan(product, device).algorithm_count
-    candidates = [Algorithm(i) for i in range(-1, count)] + [Algorithm(i, s) for s in split for i in range(count)]
-    timed: list[tuple[float, Algorithm]] = []
-    for algorithm in candidates:
-        if list(algorithm) in excluded:
-            continue
-        say({"trying": list(algorithm)})
-        with contextlib.suppress(RuntimeError):
-            plan = Plan(product, device, algorithm)
-            timed.append((milliseconds(lambda plan=plan: plan.run(packed, b, out), 3), algorithm))
-    right: list[tuple[Algorithm, float]] = []
-    for _, algorithm in sorted(timed):
-        say({"trying": list(algorithm)})
-        plan = Plan(product, device, algorithm)
-        results = []
-        for _ in range(2):
-            out.fill_(torch.nan)
-            plan.run(packed, b, out)
-            results.append(out.clone())
-        error = float((results[0].float() - expected.float()).norm() / norm)
-        if error <= ERROR and torch.equal(results[0], results[1]):
-            right.append((algorithm, error))
-        if len(right) == FINALISTS:
-            break
-    if not right:
-        return None
-    stored = torch.randn((product.k, product.m) if product.m_major else (product.m, product.k), device=where).to(product.dtype)
-    dense_ms = milliseconds(lambda: dense_product(product, stored, b, expected), 20)
-    again = []
-    for algorithm, error in right:
-        say({"trying": list(algorithm)})
-        plan = Plan(product, device, algorithm)
-        again.append((milliseconds(lambda plan=plan: plan.run(packed, b, out), 20), algorithm, error))
-    sparse_ms, algorithm, error = min(again)
-    dense_ms = (dense_ms + milliseconds(lambda: dense_product(product, stored, b, expected), 20)) / 2
-    return Choice(algorithm.id, algorithm.split_k, round(sparse_ms, 5), round(dense_ms, 5), round(error, 6))
-
-
-def main() -> None:
-    """Answer questions from stdin until there are none for a while."""
-    device = int(sys.argv[1])
-    torch.cuda.set_device(device)
-    channel = sys.stdout
-    sys.stdout = sys.stderr
-
-    def say(answer: dict[str, Any]) -> None:
-        channel.write(json.dumps(answer) + "\n")
-        channel.flush()
-
-    last = time.monotonic()
-    while time.monotonic() - last < IDLE_S:
-        if not select.select([sys.stdin], [], [], 1.0)[0]:
-            continue
-        line = sys.stdin.readline()
-        if not line:
-            return
-        question = json.loads(line)
-        try:
-            found = time_algorithms(product_of(question["key"]), question["excluded"], device, say)
-            say({"result": None if found is None else asdict(found)})
-        except torch.OutOfMemoryError:
-            say({"result": None, "why": "the GPU has too little free memory to time it"})
-        torch.cuda.empty_cache()
-        last = time.monotonic()
-
-
-if __name__ == "__main__":
-    main()

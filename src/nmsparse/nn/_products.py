@@ -76,9 +76,8 @@ class LinearProducts(torch.autograd.Function):
         ctx.save_for_backward(*((x, weight) if counter is None else (x, weight, counter)))
         weight_oi = weight.t() if is_transposed else weight
         if ctx.sparse is not None and ctx.sparse.output:
-            y = ctx.sparse.multiply_forward(x.reshape(-1, x.shape[-1]), tuple(weight_oi.shape))
-            y = y.view(*x.shape[:-1], y.shape[-1])
-            return y if bias is None else y + bias
+            y = ctx.sparse.multiply_forward(x.reshape(-1, x.shape[-1]), bias, (weight_oi.shape[0], weight_oi.shape[1]))
+            return y.view(*x.shape[:-1], y.shape[-1])
         used = forward_weight(layer, training, weight_oi).to(dtype)
         if layer.recipe.runs_in_fp8:
             y = matmul_fp8(x.reshape(-1, x.shape[-1]), used.t(), E4M3).view(*x.shape[:-1], used.shape[0])
@@ -104,8 +103,8 @@ class LinearProducts(torch.autograd.Function):
             pruned = input_grad(layer, training, grad, counter)
             used = backward_weight(layer, training, weight_oi).to(grad.dtype)
             grad_x = (matmul_fp8(pruned, used, E5M2) if in_fp8 else pruned @ used).view(x.shape)
-        if want_w and tokens is not None:
-            product = ctx.sparse.multiply_weight(tokens, x.reshape(-1, x.shape[-1]), grad.shape[1])
+        if want_w and ctx.sparse is not None and ctx.sparse.grad_weight:
+            product = ctx.sparse.multiply_weight(tokens, grad, x.reshape(-1, x.shape[-1]), layer.state, counter)
             product = product.t() if ctx.is_transposed else product  # stored as the weight is, seen as (O, I)
             product = layer.recipe.weight_grad(product, weight_oi, layer.state)
             grad_w = (product.t() if ctx.is_transposed else product).to(weight.dtype)

@@ -14,7 +14,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nmsparse.kernels import SPARSE_MATMUL, misfit, pack_gradient, pack_sparse, pack_weight_, packed_size, padded, select, sparse_matmul
+from nmsparse.kernels import (
+    SPARSE_MATMUL,
+    misfit,
+    pack_gradient,
+    pack_sparse,
+    pack_weight_,
+    packed_size,
+    padded,
+    sampled_grad_weight,
+    select,
+    sparse_matmul,
+)
 from nmsparse.nn._compiled import fast
 from nmsparse.recipes import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, PRODUCTS, Recipe, State
 
@@ -92,7 +103,11 @@ class SparseProducts:
             stored,
             *((backward, forward) if self.is_transposed else (forward, backward)),
             columns_first=not self.is_transposed,
-            mask=None if packing.mask is None else state[packing.mask].t() if self.is_transposed else state[packing.mask].flatten(1),
+            mask=None
+            if packing.mask is None
+            else state[packing.mask].t()
+            if self.is_transposed
+            else state[packing.mask].flatten(1),
             scale=None if packing.scale is None else state[packing.scale],
         )
 
@@ -123,45 +138,48 @@ class SparseProducts:
 
     # ---- in forward and backward ----
 
-    def multiply_forward(self, x: Tensor, sizes: tuple[int, int]) -> Tensor:
-        """Y = X Wf^T."""
+    def multiply_forward(self, x: Tensor, bias: Tensor | None, sizes: tuple[int, int]) -> Tensor:
+        """Y = X Wf^T + b."""
         out_features, in_features = sizes
-        return sparse_matmul(self.copies[OUTPUT], x, out_features, in_features, self.is_transposed, True, True)
+        return sparse_matmul(self.copies[OUTPUT], x, bias, out_features, in_features, self.is_transposed, True, True)
 
     def multiply_backward(self, grad: Tensor, sizes: tuple[int, int], order: Tensor | None) -> Tensor:
         """dX = G Wb."""
         out_features, in_features = sizes
         rows = grad if order is None else grad.index_select(1, order)
-        return sparse_matmul(self.copies[GRAD_INPUT], rows, in_features, out_features, not self.is_transposed, True, True)
+        return sparse_matmul(self.copies[GRAD_INPUT], rows, None, in_features, out_features, not self.is_transposed, True, True)
 
     def pack_gradient(
         self, recipe: Recipe, grad: Tensor, state: State, counter: Tensor | None, want_x: bool, want_w: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """G packed along tokens for `grad_weight` and along channels for `grad_input`, where either is active, and what
-        the latter product has still to be multiplied with, token by token. One read of G serves both kernels."""
+        """G packed along tokens for `grad_weight`, packed along channels for `grad_input`, and what the latter product has
+        still to be multiplied with, token by token; None for what is not wanted, or is packed where it is used."""
         want_tokens, want_channels = want_w and self.grad_weight, want_x and self.grad_input and recipe.prunes_channels
         by_kernel = want_tokens and recipe.samples_tokens, want_channels and recipe.prunes_channels_by_magnitude
         tokens = channels = factor = None
-        if any(by_kernel):
-            stream = state["stream"] if by_kernel[0] else None
-            tokens, channels, sums = pack_gradient(grad, stream, counter if by_kernel[0] else None, *by_kernel)
-            if by_kernel[1] and recipe.rescales_channels:
+        if by_kernel[1]:  # one read of G serves both
+            stream, count = (state["stream"], counter) if by_kernel[0] else (None, None)
+            tokens, channels, sums = pack_gradient(grad, stream, count, *by_kernel)
+            if recipe.rescales_channels:
                 before, after = sums.unbind(0)
                 factor = torch.where(after == 0, 1, before / torch.where(after == 0, 1, after))
-        if want_tokens and not by_kernel[0]:
+        if want_tokens and not recipe.samples_tokens:
             tokens = pack_sparse(recipe.grad_weight_grad(grad, state, counter), True)
         if want_channels and not by_kernel[1]:
             channels = pack_sparse(recipe.grad_input_grad(grad, state, counter), False)
-        return tokens if want_tokens else None, channels if want_channels else None, factor
+        return tokens if want_tokens else None, channels, factor
 
-    def multiply_weight(self, packed: Tensor, x: Tensor, out_features: int) -> Tensor:
-        """dW = Gw^T X, stored as the weight is."""
-        return sparse_matmul(packed, x, out_features, padded(x.shape[0]), True, False, self.is_transposed)
+    def multiply_weight(self, tokens: Tensor | None, grad: Tensor, x: Tensor, state: State, counter: Tensor | None) -> Tensor:
+        """dW = Gw^T X, stored as the weight is; G is sampled here unless it comes packed."""
+        if tokens is None:
+            assert counter is not None, "random recipes get a counter"
+            return sampled_grad_weight(grad, x, state["stream"], counter, self.is_transposed)
+        return sparse_matmul(tokens, x, None, grad.shape[1], padded(grad.shape[0]), True, False, self.is_transposed)
 
     def multiply_channels(self, packed: Tensor, factor: Tensor | None, weight: Tensor, tokens: int) -> Tensor:
         """dX = Gd W with a packed Gd and the whole stored weight."""
         out_features = weight.shape[1] if self.is_transposed else weight.shape[0]
-        grad_x = sparse_matmul(packed, weight, padded(tokens), out_features, False, self.is_transposed, False)[:tokens]
+        grad_x = sparse_matmul(packed, weight, None, padded(tokens), out_features, False, self.is_transposed, False)[:tokens]
         return grad_x if factor is None else (grad_x * factor[:, None]).to(grad_x.dtype)
 
 

@@ -117,6 +117,9 @@ class Update(Protocol):
         """Add ``decay * W`` to the gradients where the recipe's mask prunes: in fp32 (fp64 for fp64 weights), and times
         the loss scale if the optimizer has yet to divide it out."""
 
+    def transposable_mask(self, weight: Tensor, pattern: Pattern) -> Tensor:
+        """functional.transposable_mask, by a kernel where there is one."""
+
     def set_scalar(self, name: str, value: float) -> None:
         """Set a scheduled 0-d state tensor in each of these layers."""
 

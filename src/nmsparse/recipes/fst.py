@@ -124,4 +124,4 @@ class FST(Recipe):
 
     def _search(self, update: Update) -> None:
         for layer in update.layers:
-            layer.state["mask"].copy_(transposable_mask(layer.weight, self.pattern))
+            layer.state["mask"].copy_(update.transposable_mask(layer.weight, self.pattern))

@@ -54,10 +54,22 @@ def make_blocks(shape: Shape, device: str) -> nn.Module:
 
         config = GPT2Config(
             vocab_size=8, n_embd=shape.hidden, n_inner=shape.ffn, n_layer=shape.blocks, n_head=shape.heads,
-            n_positions=shape.length, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="sdpa", use_cache=False, bos_token_id=None, eos_token_id=None,
+            n_positions=shape.length, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            attn_implementation="sdpa", use_cache=False, bos_token_id=None, eos_token_id=None,
         )  # fmt: skip
         model = GPT2Model(config)
     return model.to(device)
+
+
+def meta_model(name: str) -> nn.Module:
+    """A model without memory, for its sizes: a shape by name, or whatever transformers can configure."""
+    with torch.device("meta"):
+        if name in MODELS:
+            return make_blocks(MODELS[name], "meta")
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
+        return model
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:

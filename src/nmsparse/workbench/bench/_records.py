@@ -62,3 +62,23 @@ class Recorder:
             with self.file.open("a") as file:
                 file.write(json.dumps(row) + "\n")
         self.listen(row)
+
+
+def headline(row: dict[str, Any]) -> str:
+    """A row in one line."""
+    if row["suite"] == "kernels":
+        return f"{row['kernel']:40} {row['tb_per_s']:6.2f} TB/s   copy {row['copy_tb_per_s']:.2f}"
+    if row["suite"] == "products":
+        what = f"{row['out_features']} x {row['in_features']} {row['product']}"
+        if row["speedup"] is None:
+            return f"{what:40} {row['why']}"
+        fp8 = "" if row.get("fp8_speedup") is None else f"   dense fp8 {row['fp8_speedup']:.2f}x"
+        rates = f"{row['dense_tflops']:.0f} -> {row['sparse_tflops']:.0f} TFLOP/s"
+        return f"{what:40} {row['speedup']:6.2f}x   {rates}   error {row['error']:.1e}{fp8}"
+    if row["suite"] == "layer":
+        what = f"{row['out_features']} x {row['in_features']} {row['recipe']}"
+        return f"{what:40} {row['speedup']:6.2f}x   {row['dense_ms']:.3f} -> {row['sparse_ms']:.3f} ms forward and backward"
+    what = f"{row['model']} x{row['blocks']} {row['recipe']}"
+    joules = "" if row["sparse_joules"] is None else f"   {row['dense_joules']:.1f} -> {row['sparse_joules']:.1f} J"
+    times = f"{row['dense_ms']:.2f} -> {row['sparse_ms']:.2f} ms"
+    return f"{what:40} {row['speedup']:6.2f}x   {times} per step{joules}   memory {row['memory']:.3f}"

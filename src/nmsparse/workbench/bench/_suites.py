@@ -73,15 +73,24 @@ def bench_products(record: Recorder, seconds: float, turns: int, models: list[st
             record.add("products", **facts, speedup=None, why="no algorithm of the library computes it")
             continue
         call, dense, error = product_sides(product)
-        sides = alternate({**dense, "sparse": call}, seconds / 2, turns)
+        sides = alternate({**dense, "fp8": fp8_product(product), "sparse": call}, seconds / 2, turns)
         best = min(dense, key=lambda side: sides[side].ms)
         flops = 2 * product.m * product.n * product.k
         record.add(
             "products", **facts, speedup=round(sides[best].ms / sides["sparse"].ms, 3), error=error, dense=best,
-            algorithm=choice.algorithm, dense_tflops=round(flops / sides[best].ms / 1e9, 1),
+            algorithm=choice.algorithm, fp8_speedup=round(sides[best].ms / sides["fp8"].ms, 3),
+            dense_tflops=round(flops / sides[best].ms / 1e9, 1),
             sparse_tflops=round(flops / sides["sparse"].ms / 1e9, 1),
             **side_facts("dense", sides[best]), **side_facts("sparse", sides["sparse"]),
         )  # fmt: skip
+
+
+def fp8_product(product: Product) -> Callable[[], object]:
+    """The dense product of these sizes in FP8 (e4m3, one scale per tensor): what 2:4 stands beside."""
+    a = torch.randn(product.n, product.k, device="cuda").to(torch.float8_e4m3fn)
+    b = torch.randn(product.m, product.k, device="cuda").to(torch.float8_e4m3fn).t()
+    one = torch.ones((), device="cuda")
+    return lambda: torch._scaled_mm(a, b, one, one, out_dtype=BF16, use_fast_accum=True)
 
 
 def product_sides(product: Product) -> tuple[Callable[[], object], dict[str, Callable[[], object]], float]:
@@ -94,7 +103,7 @@ def product_sides(product: Product) -> tuple[Callable[[], object], dict[str, Cal
     flags = (product.m_major, product.b_transposed, product.d_transposed)
 
     def sparse() -> Tensor:
-        return sparse_matmul(packed, b, product.m, product.k, *flags)
+        return sparse_matmul(packed, b, None, product.m, product.k, *flags)
 
     def dense(library: str) -> Callable[[], object]:
         a, other = (stored.t() if product.m_major else stored), (b.t() if product.b_transposed else b)
@@ -118,7 +127,8 @@ def product_sides(product: Product) -> tuple[Callable[[], object], dict[str, Cal
 def bench_layer(record: Recorder, seconds: float, turns: int, models: list[str]) -> None:
     """One linear layer, forward and backward with everything around it, three products sparse; no optimizer."""
     for out_features, in_features in ((14336, 4096), (4096, 14336), (4096, 4096), (2048, 8192)):
-        sides, errors = {}, {}
+        sides: dict[str, Callable[[], object]] = {}
+        how: dict[str, dict[str, str]] = {}
         x = torch.randn(TOKENS, in_features, device="cuda", dtype=BF16, requires_grad=True)
         g = torch.randn(TOKENS, out_features, device="cuda", dtype=BF16)
         for name in ("dense", "trio", "s-ste"):
@@ -128,12 +138,12 @@ def bench_layer(record: Recorder, seconds: float, turns: int, models: list[str])
             if name != "dense":
                 run = nm.sparsify_(layer, nm.recipe(name, "2:4"), targets=[""])
                 run.attach(torch.optim.SGD(layer.parameters(), lr=0.0), stats_every=0, check_finite=False)
-                errors[name] = run.products[""]
+                how[name] = run.products[""]
             sides[name] = _layer_step(layer, x, g, run)
         times = alternate(sides, seconds, turns)
         for name in ("trio", "s-ste"):
             record.add(
-                "layer", recipe=name, out_features=out_features, in_features=in_features, tokens=TOKENS, products=errors[name],
+                "layer", recipe=name, out_features=out_features, in_features=in_features, tokens=TOKENS, products=how[name],
                 speedup=round(times["dense"].ms / times[name].ms, 3), **side_facts("dense", times["dense"]),
                 **side_facts("sparse", times[name]),
             )  # fmt: skip
