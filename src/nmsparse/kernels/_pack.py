@@ -335,7 +335,7 @@ def _gradient_kernel(
     column = tl.program_id(0) * COLUMNS
     left = columns - column
     words = tl.full((2, COLUMNS), 0, tl.int32)
-    stream = counter = of_column = 0
+    stream, counter, of_column = 0, 0, 0
     if EMIT_M:
         stream = tl.load(stream_ptr).to(tl.uint32, bitcast=True)
         counter = tl.load(counter_ptr).to(tl.uint32, bitcast=True)

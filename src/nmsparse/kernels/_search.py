@@ -8,6 +8,7 @@ and library version; a file that cannot be read, or that speaks of another GPU, 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import json
@@ -29,6 +30,8 @@ from nmsparse.kernels._cusparselt import Product, version
 
 logger = logging.getLogger("nmsparse")
 FORMAT = 1
+CHILDREN = 12
+"""Processes that may be lost on one product; after half of them only what was timed already is considered."""
 SILENCE_S = 60
 """A child that says nothing for so long is hung."""
 
@@ -169,35 +172,45 @@ class Searcher:
 
     def search(self, product: Product) -> Choice | None:
         key = key_of(product)
-        for _ in range(8):  # children; each loss excludes one more candidate
-            question = {"key": key, "excluded": self.excluded.get(key, [])}
+        family = key.partition(" ")[2]  # an algorithm that breaks does so for all sizes of a layout and type
+        timed: list[list[float]] = []
+        for lost in range(CHILDREN):  # each loss excludes one more candidate; what was timed before stays known
+            question = {
+                "key": key,
+                "excluded": self.excluded.get(family, []),
+                "timed": timed,
+                "finish": bool(timed) and lost >= CHILDREN // 2,
+            }
             current: list[int] | None = None
             for answer in self._ask(question):
                 if "why" in answer:
                     logger.warning("nmsparse: %s is not searched: %s.", key, answer["why"])
                 if "result" in answer:
                     return None if answer["result"] is None else Choice(**answer["result"])
-                current = answer["trying"]
+                if "timed" in answer:
+                    timed.append(answer["timed"])
+                current = answer.get("trying", current)
             if current is None:
                 raise RuntimeError(
                     f"the process that times algorithms ended before it began (exit status {self._stop()}); run "
                     "python -m nmsparse.kernels._search_child 0 to see why."
                 )
             logger.warning("nmsparse: algorithm %s broke or hung on %s and is excluded.", current, key)
-            self.excluded.setdefault(key, []).append(current)
+            self.excluded.setdefault(family, []).append(current)
             self._stop()
         return None
 
     def _ask(self, question: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Lines of the child's answer, until it is complete, the child is gone, or it falls silent."""
         if self.child is None or self.child.poll() is not None:
+            self._stop()
             self.child = self._start()
         assert self.child.stdin is not None, "opened as a pipe"
         assert self.child.stdout is not None, "opened as a pipe"
         try:
             self.child.stdin.write(json.dumps(question).encode() + b"\n")
-        except BrokenPipeError:  # it went away, having waited long enough
-            self.child = self._start()
+        except BrokenPipeError:  # it went away this very moment, having waited long enough
+            self._stop()
             yield from self._ask(question)
             return
         buffer = b""
@@ -221,17 +234,22 @@ class Searcher:
     def _stop(self) -> int | None:
         if self.child is None:
             return None
-        self.child.kill()
-        status = self.child.wait()
-        self.child = None
-        return status
+        child, self.child = self.child, None
+        child.kill()
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                pipe.close()
+        return child.wait()
 
 
 _SEARCHERS: dict[int, Searcher] = {}
 
 
 def _searcher(device: int) -> Searcher:
-    return _SEARCHERS.setdefault(device, Searcher(device))
+    if device not in _SEARCHERS:
+        _SEARCHERS[device] = Searcher(device)
+        atexit.register(_SEARCHERS[device]._stop)
+    return _SEARCHERS[device]
 
 
 def milliseconds(call: Any, at_least_ms: float) -> float:

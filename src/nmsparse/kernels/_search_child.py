@@ -5,7 +5,6 @@ It says which candidate it tries before it tries it, so that its parent knows wh
 
 from __future__ import annotations
 
-import contextlib
 import json
 import select
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nmsparse.kernels._cusparselt import Algorithm, Plan, Product
+from nmsparse.kernels._cusparselt import Algorithm, CusparseLtError, Plan, Product
 from nmsparse.kernels._layout import decompress, packed_size
 from nmsparse.kernels._search import Choice, milliseconds, product_of
 
@@ -48,8 +47,13 @@ def dense_product(product: Product, stored: torch.Tensor, b: torch.Tensor, out: 
         torch.mm(a, other, out=out)
 
 
-def time_algorithms(product: Product, excluded: list[list[int]], device: int, say: Any) -> Choice | None:
-    """Time every algorithm, check the fastest, and time those again beside the dense product."""
+def time_algorithms(
+    product: Product, excluded: list[list[int]], known: list[list[float]], finish: bool, device: int, say: Any
+) -> Choice | None:
+    """Time every algorithm, check the fastest, and time those again beside the dense product.
+
+    ``known`` are times of a child that was lost later; with ``finish`` nothing else is tried.
+    """
     where = torch.device("cuda", device)
     packed = random_operand(product, where)
     b = torch.randn((product.n, product.k) if product.b_transposed else (product.k, product.n), device=where).to(product.dtype)
@@ -60,14 +64,19 @@ def time_algorithms(product: Product, excluded: list[list[int]], device: int, sa
     split = SPLIT_K if product.m * product.n < 132 * 2 * 128 * 256 else ()  # more parts help only where tiles are few
     count = Plan(product, device).algorithm_count
     candidates = [Algorithm(i) for i in range(-1, count)] + [Algorithm(i, s) for s in split for i in range(count)]
-    timed: list[tuple[float, Algorithm]] = []
-    for algorithm in candidates:
-        if list(algorithm) in excluded:
+    timed = [(ms, Algorithm(int(number), int(parts))) for number, parts, ms in known if [number, parts] not in excluded]
+    done = {algorithm for _, algorithm in timed}
+    for algorithm in () if finish else candidates:
+        if list(algorithm) in excluded or algorithm in done:
             continue
         say({"trying": list(algorithm)})
-        with contextlib.suppress(RuntimeError):
+        try:
             plan = Plan(product, device, algorithm)
             timed.append((milliseconds(lambda plan=plan: plan.run(packed, b, out), 3), algorithm))
+        except CusparseLtError:
+            torch.cuda.synchronize(device)  # refused is fine; a broken context raises here, and ends this process
+            continue
+        say({"timed": [*algorithm, timed[-1][0]]})
     right: list[tuple[Algorithm, float]] = []
     for _, algorithm in sorted(timed):
         say({"trying": list(algorithm)})
@@ -116,7 +125,8 @@ def main() -> None:
             return
         question = json.loads(line)
         try:
-            found = time_algorithms(product_of(question["key"]), question["excluded"], device, say)
+            known, finish = question.get("timed", []), question.get("finish", False)
+            found = time_algorithms(product_of(question["key"]), question["excluded"], known, finish, device, say)
             say({"result": None if found is None else asdict(found)})
         except torch.OutOfMemoryError:
             say({"result": None, "why": "the GPU has too little free memory to time it"})
