@@ -16,7 +16,7 @@ import torch
 
 from nmsparse._update import LayerHandle
 from nmsparse.nn import SparseProducts, obstacles
-from nmsparse.recipes import GRAD_WEIGHT, Clock, Recipe
+from nmsparse.recipes import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Clock, Recipe
 
 logger = logging.getLogger("nmsparse")
 SPARSE = "sparse"
@@ -70,34 +70,39 @@ class TensorCores:
     def _examine(self, handle: LayerHandle, verdict: Verdict) -> SparseProducts:
         weight = handle.parameter
         dtype = weight.dtype if weight.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
-        out_features, in_features = handle.weight.shape[0], handle.weight.shape[-1]
         is_transposed = handle.weight.stride(-1) != 1 and weight.ndim == 2
-        return SparseProducts(dtype, self._reasons(handle, dtype, verdict, out_features, in_features), is_transposed)
+        sparse = SparseProducts(dtype, {}, is_transposed)
+        self._decide(handle, sparse, dtype, verdict)
+        return sparse
 
-    def _reasons(
-        self, handle: LayerHandle, dtype: torch.dtype, verdict: Verdict, out_features: int, in_features: int
-    ) -> dict[str, str | None]:
-        weight, recipe = handle.parameter, self.recipe
-        general = None
-        if type(weight.data).__name__ == "DTensor":
-            general = "its weight is sharded"
-        elif weight.dtype == torch.float64:
-            general = "float64 is not computed on tensor cores"
-        elif not handle.module.multiplies_matrices:
-            general = "only 1x1 convolutions of stride 1 are matrix products"
-        elif weight.ndim > 2 and (
-            recipe.packing is None or recipe.packing.mask or recipe.prunes_channels or handle.state.get("permutation") is not None
-        ):
-            general = f"{recipe.name} keeps a state per weight of a convolution that the kernels do not read"
-        elif not weight.is_contiguous() and not weight.is_contiguous(memory_format=torch.channels_last):
-            general = "its weight is not contiguous in memory"
+    def _decide(self, handle: LayerHandle, sparse: SparseProducts, dtype: torch.dtype, verdict: Verdict) -> None:
+        """Fill in what can run on tensor cores in a type, and what of that pays."""
+        sizes = handle.weight.shape[0], handle.weight.shape[-1]
+        general = self._obstacle(handle)
         if general is not None:
-            return dict.fromkeys(recipe.sparse_products, general)
-        reasons = obstacles(recipe, out_features, in_features, weight.device, dtype, handle.layer.dense)
-        for product, reason in reasons.items():
-            if reason is None:
-                reasons[product] = verdict.unprofitable(handle.name, product, out_features, in_features)
-        return reasons
+            sparse.reasons = dict.fromkeys(self.recipe.sparse_products, general)
+            return
+        reasons = obstacles(self.recipe, *sizes, handle.parameter.device, dtype, handle.layer.dense)
+        verdicts = {p: verdict.unprofitable(handle.name, p, *sizes) for p, reason in reasons.items() if reason is None}
+        sparse.reasons = {product: verdicts.get(product, reason) for product, reason in reasons.items()}
+        # the forward product defines the model and keeps its mask; backward ones lose nothing by an operand in full
+        sparse.unpruned = frozenset(p for p, why in verdicts.items() if why is not None and p != OUTPUT)
+
+    def _obstacle(self, handle: LayerHandle) -> str | None:
+        """Why no product of a layer can run on tensor cores, whatever its size."""
+        weight, recipe = handle.parameter, self.recipe
+        if type(weight.data).__name__ == "DTensor":
+            return "its weight is sharded"
+        if weight.dtype == torch.float64:
+            return "float64 is not computed on tensor cores"
+        if not handle.module.multiplies_matrices:
+            return "only 1x1 convolutions of stride 1 are matrix products"
+        packing = recipe.packing
+        if weight.ndim > 2 and (packing is None or packing.mask or recipe.prunes_channels or recipe.row_order(handle.state)):
+            return f"{recipe.name} keeps a state per weight of a convolution that the kernels do not read"
+        if not weight.is_contiguous() and not weight.is_contiguous(memory_format=torch.channels_last):
+            return "its weight is not contiguous in memory"
+        return None
 
     def _follow_dtype(self, handle: LayerHandle, sparse: SparseProducts) -> None:
         """Pack in the type that the layer is called in, once that is seen to be another."""
@@ -105,17 +110,17 @@ class TensorCores:
         if met is None or met == sparse.dtype or self.verdict is None:
             return
         sparse.met_dtype = None
-        out_features, in_features = handle.weight.shape[0], handle.weight.shape[-1]
-        reasons = self._reasons(handle, met, self.verdict, out_features, in_features)
-        if any(reason is None for reason in reasons.values()):
-            sparse.dtype, sparse.reasons = met, reasons
+        before = sparse.dtype
+        self._decide(handle, sparse, met, self.verdict)
+        sparse.dtype = met
+        if any(reason is None for reason in sparse.reasons.values()):
             return
+        sparse.dtype = before
         warnings.warn(
             f"{handle.name} computes in {met}, so its products run emulated: sparse tensor cores multiply bfloat16 and "
             "float16. Train under torch.autocast, or in 16 bit, for speed.",
             stacklevel=2,
         )
-        sparse.reasons = reasons
 
     def check_fresh(self, layers: Sequence[LayerHandle]) -> None:
         """Weights that changed after they were packed went unseen by a compiled forward pass."""
@@ -134,7 +139,7 @@ class TensorCores:
         if sparse is None:
             why = "emulate=True" if self.verdict is None else "decided when an optimizer is attached"
             return dict.fromkeys(self.recipe.sparse_products, why)
-        flags = {"output": sparse.output, "grad_input": sparse.grad_input, GRAD_WEIGHT: sparse.grad_weight}
+        flags = {OUTPUT: sparse.output, GRAD_INPUT: sparse.grad_input, GRAD_WEIGHT: sparse.grad_weight}
         dense_now = f"{self.recipe.name} is in a dense phase"
         return {product: reason or (SPARSE if flags[product] else dense_now) for product, reason in sparse.reasons.items()}
 

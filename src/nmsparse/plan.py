@@ -16,13 +16,24 @@ import torch
 from torch import Tensor, nn
 
 from nmsparse._saved import describe
-from nmsparse.kernels import Product, hardware, milliseconds, pack_gradient, pack_weight_, packed_size, padded, time_products
+from nmsparse.kernels import (
+    Product,
+    device_milliseconds,
+    hardware,
+    pack_gradient,
+    pack_weight_,
+    packed_size,
+    padded,
+    time_products,
+)
 from nmsparse.nn import Targets, layer_sizes, obstacles, select_layers
 from nmsparse.recipes import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, PRODUCTS, Recipe
 
 FORMAT = 1
 MARGIN = 0.01
 """A sparse layer must be faster by this share, or the noise of the measurement decides."""
+PROJECTION = 1.5
+"""What projecting a weight in plain torch takes, in casts of it."""
 NOT_FASTER = "measured: the dense product is as fast"
 
 
@@ -247,7 +258,7 @@ class _Planner:
             master
         )
         packs = self._pack_times(weight, is_transposed, list(measured))
-        cast = milliseconds(lambda: weight.to(self.dtype), 2) if master != self.dtype else 0.0
+        cast = device_milliseconds(lambda: weight.to(self.dtype), 2) if master != self.dtype else 0.0
         best = self._choose(measured, packs, cast)
         times = {}
         for product, reason in reasons.items():
@@ -256,7 +267,7 @@ class _Planner:
             dense_ms, sparse_ms = measured.get(product, (None, None))
             why = reason if reason is not None else None if product in best else NOT_FASTER
             times[product] = ProductTime(dense_ms, sparse_ms, round(packs.get(product, 0.0), 5), why)
-        dense = self._cost((), measured, packs, cast)
+        dense = self.micro_batches * (sum(dense_ms for dense_ms, _ in measured.values()) + cast)
         return LayerPlan(out_features, in_features, times, round(dense, 5), round(self._cost(best, measured, packs, cast), 5))
 
     def _pack_times(self, weight: Tensor, is_transposed: bool, products: list[str]) -> dict[str, float]:
@@ -269,7 +280,7 @@ class _Planner:
 
         def pack(forward: Tensor | None, backward: Tensor | None) -> float:
             along = (backward, forward) if is_transposed else (forward, backward)
-            return milliseconds(lambda: pack_weight_(weight, *along, columns_first=not is_transposed, scale=scale), 2)
+            return device_milliseconds(lambda: pack_weight_(weight, *along, columns_first=not is_transposed, scale=scale), 2)
 
         if OUTPUT in products:
             packs[OUTPUT] = pack(copies[0], None)
@@ -278,25 +289,21 @@ class _Planner:
         word = torch.zeros((), dtype=torch.int32, device=device)
         grad = torch.randn(self.tokens, out_features, device=device).to(self.dtype)
         if GRAD_INPUT in products and recipe.prunes_channels:
-            packs[GRAD_INPUT] = milliseconds(lambda: pack_gradient(grad, word, word, False, True), 2)
+            packs[GRAD_INPUT] = device_milliseconds(lambda: pack_gradient(grad, word, word, False, True), 2)
         if GRAD_WEIGHT in products:
-            packs[GRAD_WEIGHT] = milliseconds(lambda: pack_gradient(grad, word, word, True, False), 2)
+            packs[GRAD_WEIGHT] = device_milliseconds(lambda: pack_gradient(grad, word, word, True, False), 2)
         return packs
 
     def _cost(
         self, chosen: tuple[str, ...], measured: dict[str, tuple[float, float]], packs: dict[str, float], cast: float
     ) -> float:
         """Milliseconds per update with these products sparse."""
-        per_batch = per_update = 0.0
-        for product, (dense_ms, sparse_ms) in measured.items():
-            per_batch += sparse_ms if product in chosen else dense_ms
-            if product in chosen:
-                from_gradient = product == GRAD_WEIGHT or (product == GRAD_INPUT and self.recipe.prunes_channels)
-                per_batch += packs[product] if from_gradient else 0.0
-                per_update += 0.0 if from_gradient else packs[product]
-        # a dense product with the weight needs it in 16 bit, cast (and projected) anew in every micro-batch
-        both_packed = OUTPUT in chosen and GRAD_INPUT in chosen and not self.recipe.prunes_channels
-        return self.micro_batches * (per_batch + (0.0 if both_packed else cast)) + per_update
+        weight_products = {OUTPUT} if self.recipe.prunes_channels else {OUTPUT, GRAD_INPUT}
+        per_batch = sum(sparse_ms if product in chosen else dense_ms for product, (dense_ms, sparse_ms) in measured.items())
+        per_batch += sum(packs[product] for product in chosen if product not in weight_products)
+        # a dense product with the weight projects and casts it anew in every micro-batch
+        per_batch += PROJECTION * cast * len(weight_products - set(chosen))
+        return self.micro_batches * per_batch + sum(packs[product] for product in chosen if product in weight_products)
 
     def _choose(self, measured: dict[str, tuple[float, float]], packs: dict[str, float], cast: float) -> tuple[str, ...]:
         """The cheapest set of sparse products; of sets within the margin the smallest."""

@@ -183,6 +183,12 @@ def test_a_mask_acts_before_anything_else(columns_first, scale):
     assert_packs(weight, columns_first=columns_first, scale=scale_of(scale), mask=mask)
 
 
+def test_a_mask_may_have_other_strides_than_its_weight():
+    # a Conv1D stores its weight (I, O), and its state holds the mask as (O, I)
+    mask = torch.rand(128, 64, generator=torch.Generator().manual_seed(36)) < 0.6
+    assert_packs(randn(64, 128, seed=37), columns_first=False, mask=mask.t())
+
+
 @pytest.mark.parametrize("shape", [(64, 32), (64, 96), (128, 160)], ids=str)
 @both_orders
 @hard_and_soft

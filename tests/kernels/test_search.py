@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -348,10 +349,14 @@ class Children:
         return self.started[-1]
 
     def questions(self) -> list[tuple[int, dict[str, Any]]]:
-        """The process that was asked, counted from 0, and the question."""
+        """The child that was asked, counted from 0, and the question, in order."""
         numbers = {child.pid: index for index, child in enumerate(self.started)}
         lines = (self.notes / "questions").read_text().splitlines()
         return [(numbers[pid], question) for pid, question in map(json.loads, lines)]
+
+    def asked(self) -> list[tuple[int, str, list[list[int]]]]:
+        """The child, the product and what is excluded, of every question."""
+        return [(child, question["key"], question["excluded"]) for child, question in self.questions()]
 
     def wait_for(self, name: str) -> None:
         deadline = time.monotonic() + 30
@@ -373,22 +378,20 @@ def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Childr
 
 TRIES = """
 for candidate in ([-1, 1], [0, 1], [1, 1], [0, 2]):
-    if candidate in excluded:
+    if candidate in excluded or candidate in [known[:2] for known in question["timed"]]:
         continue
     say({"trying": candidate})
     %s
+    say({"timed": [*candidate, 0.5]})
 say({"result": RIGHT})
 """
-
-
-def asked(product: Product, excluded: list[list[int]]) -> dict[str, Any]:
-    return {"key": key_of(product), "excluded": excluded}
+KEY = key_of(PRODUCT)
 
 
 def test_a_child_is_asked_and_its_answer_believed(children):
     children.body = TRIES % "pass"
     assert Searcher(0).search(PRODUCT) == CHOICE
-    assert children.questions() == [(0, asked(PRODUCT, []))]
+    assert children.asked() == [(0, KEY, [])]
 
 
 def test_one_child_answers_many_questions(children):
@@ -396,7 +399,7 @@ def test_one_child_answers_many_questions(children):
     searcher = Searcher(0)
     other = PRODUCT._replace(n=64)
     assert [searcher.search(PRODUCT), searcher.search(other)] == [CHOICE, CHOICE]
-    assert children.questions() == [(0, asked(PRODUCT, [])), (0, asked(other, []))]
+    assert children.asked() == [(0, KEY, []), (0, key_of(other), [])]
 
 
 def test_no_algorithm_that_works_is_an_answer(children):
@@ -421,7 +424,7 @@ def test_a_candidate_that_kills_its_child_is_excluded_and_a_new_child_goes_on(ch
     children.body = TRIES % f"if candidate == [1, 1]: {end}"
     with caplog.at_level(logging.WARNING, "nmsparse"):
         assert Searcher(0).search(PRODUCT) == CHOICE
-    assert children.questions() == [(0, asked(PRODUCT, [])), (1, asked(PRODUCT, [[1, 1]]))]
+    assert children.asked() == [(0, KEY, []), (1, KEY, [[1, 1]])]
     assert children.started[0].poll() is not None
     assert "algorithm [1, 1] broke or hung on 256x512x128 NTT bfloat16 and is excluded" in caplog.text
 
@@ -430,30 +433,61 @@ def test_several_bad_candidates_cost_one_child_each(children):
     children.body = TRIES % "if candidate in ([0, 1], [0, 2]): os._exit(1)"
     searcher = Searcher(0)
     assert searcher.search(PRODUCT) == CHOICE
-    assert [question["excluded"] for _, question in children.questions()] == [[], [[0, 1]], [[0, 1], [0, 2]]]
+    assert children.asked() == [(0, KEY, []), (1, KEY, [[0, 1]]), (2, KEY, [[0, 1], [0, 2]])]
     assert searcher.search(PRODUCT) == CHOICE
-    assert children.questions()[3:] == [(2, asked(PRODUCT, [[0, 1], [0, 2]]))], "what is known to break is not tried again"
+    assert children.asked()[3:] == [(2, KEY, [[0, 1], [0, 2]])], "what is known to break is not tried again"
 
 
-def test_a_candidate_is_excluded_for_the_product_that_it_broke(children):
-    children.body = TRIES % f'if candidate == [0, 1] and question["key"] == "{key_of(PRODUCT)}": os._exit(1)'
+def test_a_candidate_is_excluded_for_all_sizes_of_the_layout_and_type_that_it_broke(children):
+    children.body = TRIES % "if candidate == [0, 1]: os._exit(1)"
     searcher = Searcher(0)
-    other = PRODUCT._replace(m=64)
-    assert [searcher.search(PRODUCT), searcher.search(other)] == [CHOICE, CHOICE]
-    assert children.questions()[-1] == (1, asked(other, []))
+    other_size, other_type = PRODUCT._replace(m=64, k=512), PRODUCT._replace(dtype=torch.float16)
+    assert [searcher.search(product) for product in (PRODUCT, other_size, other_type)] == [CHOICE] * 3
+    assert children.asked()[1:] == [
+        (1, KEY, [[0, 1]]),
+        (1, key_of(other_size), [[0, 1]]),
+        (1, key_of(other_type), []),
+        (2, key_of(other_type), [[0, 1]]),
+    ]
+
+
+def test_what_a_lost_child_timed_is_known_to_the_next_one(children):
+    children.body = TRIES % "if candidate in ([1, 1], [0, 2]): os._exit(1)"
+    searcher = Searcher(0)
+    assert searcher.search(PRODUCT) == CHOICE
+    known = [[-1, 1, 0.5], [0, 1, 0.5]]
+    assert [question["timed"] for _, question in children.questions()] == [[], known, known]
+    assert searcher.search(PRODUCT._replace(n=64)) == CHOICE
+    assert children.questions()[-1][1]["timed"] == [], "of another product"
+
+
+def test_after_many_losses_only_what_was_timed_is_compared(children):
+    children.body = """
+if question["finish"]:
+    say({"result": RIGHT})
+else:
+    say({"trying": [-1, 1]})
+    say({"timed": [-1, 1, 0.5]})
+    say({"trying": [len(excluded), 1]})
+    os._exit(1)
+"""
+    assert Searcher(0).search(PRODUCT) == CHOICE
+    finish = [question["finish"] for _, question in children.questions()]
+    assert finish == [False] * (_search.CHILDREN // 2) + [True]
 
 
 def test_a_product_that_breaks_every_child_is_given_up(children):
     children.body = 'say({"trying": [len(excluded), 1]}); os._exit(1)'
     assert Searcher(0).search(PRODUCT) is None
-    assert [len(question["excluded"]) for _, question in children.questions()] == list(range(8))
+    assert [len(question["excluded"]) for _, question in children.questions()] == list(range(_search.CHILDREN))
+    assert not any(question["finish"] for _, question in children.questions()), "nothing was timed that could be compared"
 
 
 def test_a_child_that_falls_silent_is_killed_and_its_candidate_excluded(children, monkeypatch):
     monkeypatch.setattr(_search, "SILENCE_S", 2)
     children.body = TRIES % "if candidate == [0, 1]: time.sleep(1000)"
     assert Searcher(0).search(PRODUCT) == CHOICE
-    assert children.questions()[-1] == (1, asked(PRODUCT, [[0, 1]]))
+    assert children.asked()[-1] == (1, KEY, [[0, 1]])
     assert children.started[0].poll() == -9
 
 
@@ -492,7 +526,20 @@ else:
         assert searcher.search(PRODUCT) is None
     assert "256x512x128 NTT bfloat16 is not searched: the GPU has too little free memory to time it" in caplog.text
     assert searcher.search(PRODUCT) == CHOICE
-    assert children.questions() == [(0, asked(PRODUCT, [])), (0, asked(PRODUCT, []))]
+    assert children.asked() == [(0, KEY, []), (0, KEY, [])]
+
+
+def test_children_that_are_done_with_leave_no_pipe_open(children):
+    children.body = TRIES % "if candidate == [1, 1]: os._exit(1)"
+    searcher = Searcher(0)
+    assert searcher.search(PRODUCT) == CHOICE
+    assert searcher._stop() == -9
+    assert searcher._stop() is None
+    assert len(children.started) == 2
+    for child in children.started:
+        assert child.returncode is not None
+        assert child.stdin.closed
+        assert child.stdout.closed
 
 
 def test_a_child_that_went_away_idle_is_replaced(children):
@@ -537,6 +584,7 @@ if not noted("leaving"):
 
 def test_each_device_keeps_one_searcher(monkeypatch):
     monkeypatch.setattr(_search, "_SEARCHERS", {})
+    monkeypatch.setattr(atexit, "register", lambda function: None)
     assert _search._searcher(0) is _search._searcher(0)
     assert _search._searcher(1) is not _search._searcher(0)
     assert _search._searcher(1).device == 1

@@ -12,16 +12,16 @@ from nmsparse.kernels._dispatch import (
 )
 from nmsparse.kernels._layout import misfit, packed_size
 from nmsparse.kernels._ops import pack_gradient, pack_sparse, pack_weight_, padded, sampled_grad_weight, sparse_matmul
-from nmsparse.kernels._search import Choice, milliseconds
+from nmsparse.kernels._search import Choice, device_milliseconds
 
 __all__ = [
     "SPARSE_MATMUL",
     "Choice",
     "Product",
     "Selected",
+    "device_milliseconds",
     "frozen_adamw_kernel",
     "hardware",
-    "milliseconds",
     "misfit",
     "pack_gradient",
     "pack_sparse",

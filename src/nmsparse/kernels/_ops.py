@@ -6,6 +6,9 @@ around them. Legend: T tokens, O out_features, I in_features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,8 +31,7 @@ def padded(tokens: int, multiple: int = TOKENS) -> int:
 # ---- D = A @ B with a packed A ----
 
 
-@torch.library.custom_op("nmsparse::sparse_matmul", mutates_args=())
-def sparse_matmul(
+def _sparse_matmul(
     packed: Tensor,
     dense: Tensor,
     bias: Tensor | None,
@@ -47,11 +49,10 @@ def sparse_matmul(
     n = b.shape[0] if b_transposed else b.shape[1]
     product = Product(m, n, k, m_major, b_transposed, d_transposed, packed.dtype, bias is not None)
     out = _multiply(packed, b, product, bias)
-    return out[: dense.shape[0]].contiguous() if b_transposed and d_transposed else out
+    return out[: dense.shape[0]] if out.shape[0] != dense.shape[0] and b_transposed and d_transposed else out
 
 
-@sparse_matmul.register_fake
-def _(
+def _fake_sparse_matmul(
     packed: Tensor,
     dense: Tensor,
     bias: Tensor | None,
@@ -94,8 +95,7 @@ def _reference_matmul(packed: Tensor, b: Tensor, product: Product, bias: Tensor 
 # ---- packing of output gradients ----
 
 
-@torch.library.custom_op("nmsparse::pack_gradient", mutates_args=())
-def pack_gradient(
+def _pack_gradient(
     grad: Tensor, stream: Tensor | None, counter: Tensor | None, along_tokens: bool, along_channels: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Prune and pack a (T, O) gradient in one read; tokens are padded with zeros to a multiple of 64.
@@ -117,8 +117,7 @@ def pack_gradient(
     return _pack_gradient_plainly(grad, stream, counter, along_tokens, along_channels)
 
 
-@pack_gradient.register_fake
-def _(
+def _fake_pack_gradient(
     grad: Tensor, stream: Tensor | None, counter: Tensor | None, along_tokens: bool, along_channels: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, channels = grad.shape
@@ -148,22 +147,19 @@ def _pack_gradient_plainly(
     return tokens, features, sums
 
 
-@torch.library.custom_op("nmsparse::sampled_grad_weight", mutates_args=())
-def sampled_grad_weight(grad: Tensor, x: Tensor, stream: Tensor, counter: Tensor, d_transposed: bool) -> Tensor:
+def _sampled_grad_weight(grad: Tensor, x: Tensor, stream: Tensor, counter: Tensor, d_transposed: bool) -> Tensor:
     """dW (O, I) = MVUE(G)^T X, or (I, O): packing and product in one, so that the packed copy lives no longer than it must."""
-    packed = torch.ops.nmsparse.pack_gradient(grad, stream, counter, True, False)[0]
+    packed = _pack_gradient(grad, stream, counter, True, False)[0]
     channels, rows = grad.shape[1], padded(grad.shape[0])
     product = Product(channels, x.shape[1], rows, True, False, d_transposed, grad.dtype)
     return _multiply(packed, _fit_rows(x, rows, False), product)
 
 
-@sampled_grad_weight.register_fake
-def _(grad: Tensor, x: Tensor, stream: Tensor, counter: Tensor, d_transposed: bool) -> Tensor:
+def _fake_sampled_grad_weight(grad: Tensor, x: Tensor, stream: Tensor, counter: Tensor, d_transposed: bool) -> Tensor:
     return grad.new_empty((x.shape[1], grad.shape[1]) if d_transposed else (grad.shape[1], x.shape[1]))
 
 
-@torch.library.custom_op("nmsparse::pack_sparse", mutates_args=())
-def pack_sparse(x: Tensor, m_major: bool) -> Tensor:
+def _pack_sparse(x: Tensor, m_major: bool) -> Tensor:
     """Pack a (rows, columns) tensor that is 2:4 already: along columns, or along rows if M-major; rows are padded to 64."""
     rows, columns = x.shape
     full = F.pad(x, (0, 0, 0, padded(rows) - rows)).contiguous()
@@ -177,9 +173,42 @@ def pack_sparse(x: Tensor, m_major: bool) -> Tensor:
     return _compressed(full, "m" if m_major else "k")
 
 
-@pack_sparse.register_fake
-def _(x: Tensor, m_major: bool) -> Tensor:
+def _fake_pack_sparse(x: Tensor, m_major: bool) -> Tensor:
     return x.new_empty(packed_size(padded(x.shape[0]), x.shape[1]))
+
+
+# ---- registration: by hand, because the wrapper of torch.library.custom_op takes longer than a small product ----
+
+_LIBRARY = torch.library.Library("nmsparse", "FRAGMENT")
+
+
+def _register(schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for kind in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, real, kind)
+    torch.library.register_fake(f"nmsparse::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.nmsparse, name).default
+
+
+sparse_matmul = _register(
+    "sparse_matmul(Tensor packed, Tensor dense, Tensor? bias, SymInt m, SymInt k, bool m_major, bool b_transposed, "
+    "bool d_transposed) -> Tensor",
+    _sparse_matmul,
+    _fake_sparse_matmul,
+)
+pack_gradient = _register(
+    "pack_gradient(Tensor grad, Tensor? stream, Tensor? counter, bool along_tokens, bool along_channels) "
+    "-> (Tensor, Tensor, Tensor)",
+    _pack_gradient,
+    _fake_pack_gradient,
+)
+sampled_grad_weight = _register(
+    "sampled_grad_weight(Tensor grad, Tensor x, Tensor stream, Tensor counter, bool d_transposed) -> Tensor",
+    _sampled_grad_weight,
+    _fake_sampled_grad_weight,
+)
+pack_sparse = _register("pack_sparse(Tensor x, bool m_major) -> Tensor", _pack_sparse, _fake_pack_sparse)
 
 
 # ---- packing of weights: called between steps, into memory that graphs have captured ----

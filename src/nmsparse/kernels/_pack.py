@@ -12,6 +12,8 @@ Bytes per element: source (2 or 4) + 1.125 for each packed copy.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +29,12 @@ def _row(j, i: tl.constexpr):
     """Rows of the tile that hold entry i of the four row groups of pass j."""
     a = tl.arange(0, 4)
     return 16 * (a // 2) + 8 * (a % 2) + 4 * j + i
+
+
+@triton.jit
+def _metadata(packed_ptr, rows, columns, KIND: tl.constexpr):
+    """Where the metadata of a packed operand begins: behind half as many values as it has entries."""
+    return (packed_ptr + rows.to(tl.int64) * columns // 2).to(tl.pointer_type(KIND))
 
 
 @triton.jit
@@ -211,7 +219,7 @@ def _load(
 
 @triton.jit
 def _weight_kernel(
-    x_ptr, mask_ptr, scale_ptr, m_ptr, m_meta, k_ptr, k_meta, rows, columns,
+    x_ptr, mask_ptr, scale_ptr, m_ptr, k_packed, rows, columns,
     SOFT: tl.constexpr, HAS_MASK: tl.constexpr, COLUMNS_FIRST: tl.constexpr, EMIT_M: tl.constexpr, EMIT_K: tl.constexpr,
     KIND: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -224,6 +232,8 @@ def _weight_kernel(
     column = tl.program_id(0) * COLUMNS
     left = columns - column
     scale = tl.load(scale_ptr) if SOFT else 1.0
+    m_meta = _metadata(m_ptr, rows, columns, tl.int32)
+    k_ptr, k_meta = k_packed.to(tl.pointer_type(tl.int32)), _metadata(k_packed, rows, columns, tl.uint8)
     words = tl.full((2, COLUMNS), 0, tl.int32)
     for j in tl.range(2):
         x0 = _load(x_ptr, mask_ptr, row, j, 0, column, rows, columns, left, HAS_MASK, True, COLUMNS)
@@ -323,7 +333,7 @@ def _sample(x0, x1, x2, x3, u1):
 
 @triton.jit
 def _gradient_kernel(
-    x_ptr, stream_ptr, counter_ptr, m_ptr, m_meta, k_ptr, k_meta, sums_ptr, rows, padded_rows, columns,
+    x_ptr, stream_ptr, counter_ptr, m_ptr, k_packed, sums_ptr, rows, padded_rows, columns,
     EMIT_M: tl.constexpr, EMIT_K: tl.constexpr, ALL_ROWS: tl.constexpr, KIND: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """An output gradient (tokens, channels): MVUE along tokens, M-major; the two largest of four channels, K-major.
@@ -335,6 +345,8 @@ def _gradient_kernel(
     column = tl.program_id(0) * COLUMNS
     left = columns - column
     words = tl.full((2, COLUMNS), 0, tl.int32)
+    m_meta = _metadata(m_ptr, padded_rows, columns, tl.int32)
+    k_ptr, k_meta = k_packed.to(tl.pointer_type(tl.int32)), _metadata(k_packed, padded_rows, columns, tl.uint8)
     stream, counter, of_column = 0, 0, 0
     if EMIT_M:
         stream = tl.load(stream_ptr).to(tl.uint32, bitcast=True)
@@ -394,9 +406,10 @@ M_MAJOR, K_MAJOR, BOTH_SOFT, BOTH_HARD = (128, 1), (64, 2), (64, 1), (64, 2)
 TOKENS, CHANNELS = (128, 1), (64, 1)
 
 
-def _halves(packed: Tensor, count: int, words: torch.dtype, metadata: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Values and metadata of a packed operand of ``count`` logical entries."""
-    return packed[: count // 2].view(words), packed[count // 2 :].view(metadata)
+def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Triton launches on the current device, wherever its arguments are."""
+    here = not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device()
+    return contextlib.nullcontext() if here else torch.cuda.device_of(tensor)
 
 
 def pack_weight(
@@ -417,22 +430,15 @@ def pack_weight(
     height, width = weight.shape
     both = BOTH_HARD if scale is None else BOTH_SOFT
     wide, warps = tile or (M_MAJOR if along_columns is None else K_MAJOR if along_rows is None else both)
-    spare = weight.new_empty(0)
-    kind = along_rows if along_columns is None else along_columns
-    assert kind is not None, "at least one copy is asked for"
-    k_values, k_meta = (
-        (spare, spare) if along_columns is None else _halves(along_columns, height * width, torch.int32, torch.uint8)
-    )
-    m_values, m_meta = (
-        (spare, spare) if along_rows is None else _halves(along_rows, height * width, along_rows.dtype, torch.int32)
-    )
-    with torch.cuda.device_of(weight):
+    some = along_rows if along_columns is None else along_columns
+    assert some is not None, "at least one copy is asked for"
+    with _on_device(weight):
         _weight_kernel[(triton.cdiv(width, wide), height // TILE_ROWS)](
-            weight, spare if mask is None else mask.view(torch.uint8), spare if scale is None else scale,
-            m_values, m_meta, k_values, k_meta, height, width,
+            weight, weight if mask is None else mask.view(torch.uint8), weight if scale is None else scale,
+            some if along_rows is None else along_rows, some if along_columns is None else along_columns, height, width,
             SOFT=scale is not None, HAS_MASK=mask is not None, COLUMNS_FIRST=columns_first,
             EMIT_M=along_rows is not None, EMIT_K=along_columns is not None,
-            KIND=KINDS[kind.dtype], COLUMNS=wide, num_warps=warps,
+            KIND=KINDS[some.dtype], COLUMNS=wide, num_warps=warps,
         )  # fmt: skip
 
 
@@ -459,18 +465,15 @@ def pack_gradient(
     rows = padded(tokens)
     wide, warps = tile or (CHANNELS if along_channels else TOKENS)
     tiles = triton.cdiv(channels, wide)
-    spare = grad.new_empty(0)
-    m_copy = grad.new_empty(packed_size(channels, rows)) if along_tokens else spare
-    k_copy = grad.new_empty(packed_size(rows, channels)) if along_channels else spare
-    m_values, m_meta = _halves(m_copy, rows * channels, grad.dtype, torch.int32) if along_tokens else (spare, spare)
-    k_values, k_meta = _halves(k_copy, rows * channels, torch.int32, torch.uint8) if along_channels else (spare, spare)
-    sums = grad.new_empty((tiles, 2, rows) if along_channels else 0, dtype=torch.float32)
-    with torch.cuda.device_of(grad):
+    m_copy = grad.new_empty(packed_size(channels, rows)) if along_tokens else None
+    k_copy = grad.new_empty(packed_size(rows, channels)) if along_channels else None
+    sums = grad.new_empty((tiles, 2, rows), dtype=torch.float32) if along_channels else None
+    with _on_device(grad):
         _gradient_kernel[(tiles, rows // TILE_ROWS)](
-            grad, spare if stream is None else stream, spare if counter is None else counter,
-            m_values, m_meta, k_values, k_meta, sums, tokens, rows, channels,
+            grad, grad if stream is None else stream, grad if counter is None else counter,
+            grad if m_copy is None else m_copy, grad if k_copy is None else k_copy, grad if sums is None else sums,
+            tokens, rows, channels,
             EMIT_M=along_tokens, EMIT_K=along_channels, ALL_ROWS=rows == tokens,
             KIND=KINDS[grad.dtype], COLUMNS=wide, num_warps=warps,
         )  # fmt: skip
-    totals = sums.sum(0)[:, :tokens] if along_channels else None
-    return m_copy if along_tokens else None, k_copy if along_channels else None, totals
+    return m_copy, k_copy, None if sums is None else sums.sum(0)[:, :tokens].contiguous()

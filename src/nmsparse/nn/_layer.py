@@ -40,6 +40,10 @@ class Layer:
             self.state["stream"] = torch.tensor(self.stream, dtype=torch.int32, device=weight.device)
             self.state["counter"] = torch.zeros((), dtype=torch.int32, device=weight.device)
 
+    def leaves_dense(self, product: str) -> bool:
+        """A backward product whose operand is not pruned here: it does not fit, or a dense product is as fast."""
+        return product in self.dense or (self.sparse is not None and product in self.sparse.unpruned)
+
     def refresh(self, weight: Tensor) -> None:
         """Pack the weight again for whatever runs on sparse tensor cores now."""
         if self.sparse is not None and self.sparse.is_active:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from nmsparse.functional import matmul_fp8, quantize_fp8
 from nmsparse.nn._layer import Layer
 from nmsparse.nn._sparse import SparseProducts
-from nmsparse.recipes import GRAD_INPUT
+from nmsparse.recipes import GRAD_INPUT, GRAD_WEIGHT
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
@@ -38,16 +38,23 @@ def forward_weight(layer: Layer, training: bool, weight: Tensor) -> Tensor:
 
 def backward_weight(layer: Layer, training: bool, weight: Tensor) -> Tensor:
     """What `grad_input` sees of an (O, ..., I) weight."""
-    if not training or GRAD_INPUT in layer.dense:
+    if not training or layer.leaves_dense(GRAD_INPUT):
         return forward_weight(layer, training, weight)
     return layer.recipe.grad_input_weight(wide(weight), layer.state)
 
 
 def input_grad(layer: Layer, training: bool, grad: Tensor, counter: Tensor | None) -> Tensor:
     """What `grad_input` sees of the output gradient, channels last."""
-    if not training or GRAD_INPUT in layer.dense:
+    if not training or layer.leaves_dense(GRAD_INPUT):
         return grad
     return layer.recipe.grad_input_grad(grad, layer.state, counter)
+
+
+def weight_sample(layer: Layer, training: bool, grad: Tensor, counter: Tensor | None) -> Tensor:
+    """What `grad_weight` sees of the output gradient, channels last."""
+    if not training or layer.leaves_dense(GRAD_WEIGHT):
+        return grad
+    return layer.recipe.grad_weight_grad(grad, layer.state, counter)
 
 
 def snapshot(layer: Layer) -> Tensor | None:
@@ -109,7 +116,7 @@ class LinearProducts(torch.autograd.Function):
             product = layer.recipe.weight_grad(product, weight_oi, layer.state)
             grad_w = (product.t() if ctx.is_transposed else product).to(weight.dtype)
         elif want_w:
-            sample = layer.recipe.grad_weight_grad(grad, layer.state, counter) if training else grad
+            sample = weight_sample(layer, training, grad, counter)
             x_ti = x.reshape(-1, x.shape[-1])
             product = matmul_fp8(sample.t(), x_ti, E5M2) if in_fp8 else sample.t() @ x_ti
             if training:
@@ -196,7 +203,7 @@ class ConvProducts(torch.autograd.Function):
         if training and want_x:
             pruned = _with_channels_last(grad, lambda g: input_grad(layer, training, g, counter))
         if training and want_w:
-            sample = _with_channels_last(grad, lambda g: layer.recipe.grad_weight_grad(g, layer.state, counter))
+            sample = _with_channels_last(grad, lambda g: weight_sample(layer, training, g, counter))
         used = _like(weight, backward_weight(layer, training, weight_oi), grad.dtype) if want_x else weight.to(grad.dtype)
         if layer.recipe.runs_in_fp8 or pruned is not grad or sample is not grad:
             grad_x = _conv_backward(rounded(pruned), x, rounded(used), ctx.geometry, (want_x, False, False))[0]

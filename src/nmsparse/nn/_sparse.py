@@ -61,6 +61,8 @@ class SparseProducts:
     reasons: dict[str, str | None]
     """Every sparse product of the recipe: None if it runs on sparse tensor cores, else why it does not."""
     is_transposed: bool
+    unpruned: frozenset[str] = frozenset()
+    """Backward products that stay dense because that is as fast: their operand is then not pruned either."""
     output: bool = False
     grad_input: bool = False
     grad_weight: bool = False
