@@ -46,12 +46,73 @@ def _tell_once(reason: str) -> None:
     logger.warning("nmsparse: all products run emulated, at the speed of dense ones or below: %s.", reason)
 
 
+class PackingGraph:
+    """Packs the weights of many layers. From the second time on it replays a CUDA graph: with small layers, launching one
+    kernel after another takes longer than the kernels.
+
+    A graph is made anew where anything it has captured moves: a weight, a mask, a copy, a phase of the recipe.
+    """
+
+    def __init__(self) -> None:
+        self.addresses: tuple[int, ...] | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def pack(self, handles: Sequence[LayerHandle]) -> None:
+        addresses = tuple(address for handle in handles for address in _addresses(handle))
+        can_capture = all(self._is_kernel(handle) for handle in handles) and not torch.cuda.is_current_stream_capturing()
+        if not can_capture or addresses != self.addresses:
+            for handle in handles:
+                handle.layer.refresh(handle.parameter)
+            # taken again: packing may have made the copies
+            self.addresses = tuple(address for handle in handles for address in _addresses(handle)) if can_capture else None
+            self.graph = None
+            return
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize(handles[0].parameter.device)
+            with (
+                torch.cuda.device(handles[0].parameter.device),
+                torch.cuda.graph(
+                    self.graph,
+                    capture_error_mode="thread_local",  # another thread may be pinning memory meanwhile
+                ),
+            ):
+                for handle in handles:
+                    handle.layer.refresh(handle.parameter)
+        self.graph.replay()
+        for handle in handles:
+            assert handle.layer.sparse is not None, "only such layers are packed"
+            handle.layer.sparse.version = handle.parameter._version
+
+    @staticmethod
+    def _is_kernel(handle: LayerHandle) -> bool:
+        """Packing is one launch; recipes that plain torch projects are compiled at first, which cannot be captured."""
+        recipe = handle.layer.recipe
+        return handle.parameter.is_cuda and recipe.packing is not None and recipe.row_order(handle.state) is None
+
+
+def _addresses(handle: LayerHandle) -> list[int]:
+    sparse = handle.layer.sparse
+    assert sparse is not None, "only such layers are packed"
+    tensors = [handle.parameter, *sparse.copies.values(), *handle.state.values()]
+    return [*(tensor.data_ptr() for tensor in tensors), sparse.output, sparse.grad_input]
+
+
 class TensorCores:
     """The sparse products of a run."""
 
     def __init__(self, recipe: Recipe, verdict: Verdict | None) -> None:
         self.recipe = recipe
         self.verdict = verdict
+        self._graphs: dict[torch.device, PackingGraph] = {}
+
+    def _packing(self, layers: Sequence[LayerHandle]) -> None:
+        by_device: dict[torch.device, list[LayerHandle]] = {}
+        for handle in layers:
+            if handle.layer.sparse is not None and handle.layer.sparse.is_active:
+                by_device.setdefault(handle.parameter.device, []).append(handle)
+        for device, handles in by_device.items():
+            self._graphs.setdefault(device, PackingGraph()).pack(handles)
 
     def engage(self, layers: Sequence[LayerHandle], clock: Clock, memory: dict[str, Any]) -> None:
         """Decide for layers that are new here, follow the recipe's phase, and pack the weights."""
@@ -64,7 +125,7 @@ class TensorCores:
                 layer.sparse = self._examine(handle, self.verdict)
             self._follow_dtype(handle, layer.sparse)
             layer.sparse.set_active(active)
-            layer.refresh(handle.parameter)
+        self._packing(layers)
         self._tell(layers)
 
     def _examine(self, handle: LayerHandle, verdict: Verdict) -> SparseProducts:

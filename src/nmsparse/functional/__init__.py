@@ -14,9 +14,10 @@ from nmsparse.functional._random import counter_permutation, counter_uniform, co
 from nmsparse.functional._sdgp import sdgp
 from nmsparse.functional._soft import least_squares_scale, soft_threshold, soft_threshold_scale
 from nmsparse.functional._staged import stage_at, staged_mask
-from nmsparse.functional._transposable import block_patterns, transposable_mask
+from nmsparse.functional._transposable import LARGEST_MAGNITUDE, block_patterns, transposable_mask
 
 __all__ = [
+    "LARGEST_MAGNITUDE",
     "LARGEST_PERMUTED_GROUP",
     "backward_mask",
     "block_patterns",

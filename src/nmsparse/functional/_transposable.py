@@ -24,7 +24,7 @@ PROJECTIONS = 100
 """Rounds of row, column and capacity projections."""
 BLOCKS_AT_ONCE = 1 << 16
 """Blocks solved together: bounds the memory of the pattern scores and of the exchanges."""
-LARGEST = 1e300
+LARGEST_MAGNITUDE = 1e300
 """What NaN and infinities count as: above every sane weight, and its sums over a block stay finite."""
 
 
@@ -47,8 +47,8 @@ def transposable_mask(x: Tensor, pattern: str | Pattern) -> Tensor:
 
 
 def _finite(magnitude: Tensor) -> Tensor:
-    """NaN, infinities and everything else above ``LARGEST`` as that value."""
-    return magnitude.nan_to_num(nan=LARGEST).clamp(max=LARGEST)
+    """NaN, infinities and everything else above ``LARGEST_MAGNITUDE`` as that value."""
+    return magnitude.nan_to_num(nan=LARGEST_MAGNITUDE).clamp(max=LARGEST_MAGNITUDE)
 
 
 def _to_blocks(x: Tensor, m: int) -> tuple[Tensor, torch.Size]:

@@ -53,7 +53,7 @@ def _reference(device: torch.device) -> str | None:
     return None if device.type == "cpu" else "the reference runs on the CPU"
 
 
-REFERENCE = Row(SPARSE_MATMUL, "reference", (torch.bfloat16, torch.float16, torch.float32), _reference)
+REFERENCE = Row(SPARSE_MATMUL, "reference", (torch.bfloat16, torch.float16), _reference)
 """The packed layout multiplied in plain torch: slower than any product, and there to test what surrounds the kernels."""
 TABLE: list[Row] = [Row(SPARSE_MATMUL, "cusparselt", (torch.bfloat16, torch.float16), _cusparselt)]
 
@@ -66,7 +66,8 @@ def select(operation: str, dtype: torch.dtype, device: torch.device) -> Selected
             continue
         why = row.unavailable(device)
         if why is None and dtype not in row.dtypes:
-            why = f"{row.name} computes in {' and '.join(str(t).removeprefix('torch.') for t in row.dtypes)}, not in {dtype}"
+            names = [str(t).removeprefix("torch.") for t in (*row.dtypes, dtype)]
+            why = f"{row.name} computes in {' and '.join(names[:-1])}, not in {names[-1]}"
         if why is None:
             return Selected(row.name, f"{row.name} serves {operation}")
         reasons.append(why)

@@ -104,7 +104,8 @@ def _pack_gradient(
     `grad_input`), and the (2, T) sums of magnitudes before and after the latter; what was not asked for is empty.
     """
     grad = grad.contiguous()
-    if grad.is_cuda and _trusts(grad, "m" if along_tokens else "k"):
+    majors = (["m"] if along_tokens else []) + (["k"] if along_channels else [])
+    if grad.is_cuda and all(_trusts(grad, major) for major in majors):
         from nmsparse.kernels._pack import pack_gradient as kernel
 
         tokens, channels, sums = kernel(grad, stream, counter, along_tokens=along_tokens, along_channels=along_channels)
@@ -184,7 +185,8 @@ _LIBRARY = torch.library.Library("nmsparse", "FRAGMENT")
 
 def _register(schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     name = schema.partition("(")[0]
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    # without the second tag inductor may hand over tensors in another layout, which would be copied here
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     for kind in ("CPU", "CUDA"):
         _LIBRARY.impl(name, real, kind)
     torch.library.register_fake(f"nmsparse::{name}", fake, lib=_LIBRARY)
@@ -229,6 +231,7 @@ def pack_weight_(
     way round. ``along_columns`` is K-major, ``along_rows`` M-major.
     """
     copies = [("k", along_columns), ("m", along_rows)]
+    weight = weight.contiguous()
     if weight.is_cuda and all(buffer is None or _trusts(buffer, major) for major, buffer in copies):
         from nmsparse.kernels._pack import pack_weight as kernel
 

@@ -321,8 +321,8 @@ def _sample(x0, x1, x2, x3, u1):
     e2 = e1 + tl.minimum(a2, reach)
     q = u1 * reach
     p = q - reach
-    first0, first1 = (p < e0) | ~(p < e2), p < e1  # past e2 there is one entry in the whole group, or none
     second1, second2 = q < e1, (q < e2) | (a3 == 0)  # rounding must not push the point on an entry that is zero
+    first0, first1 = (p < e0) | (second2 & ~(p < e1)) | ~(p < e2), p < e1  # the second took entry 2, or only one is there
     x = tl.where(first0, x0, tl.where(first1, x1, x2))
     y = tl.where(second1, x1, tl.where(second2, x2, x3))
     nibble = tl.where(first0, 0, tl.where(first1, 1, 2)) | tl.where(second1, 4, tl.where(second2, 8, 12))
@@ -434,7 +434,7 @@ def pack_weight(
     assert some is not None, "at least one copy is asked for"
     with _on_device(weight):
         _weight_kernel[(triton.cdiv(width, wide), height // TILE_ROWS)](
-            weight, weight if mask is None else mask.view(torch.uint8), weight if scale is None else scale,
+            weight, weight if mask is None else mask.contiguous().view(torch.uint8), weight if scale is None else scale,
             some if along_rows is None else along_rows, some if along_columns is None else along_columns, height, width,
             SOFT=scale is not None, HAS_MASK=mask is not None, COLUMNS_FIRST=columns_first,
             EMIT_M=along_rows is not None, EMIT_K=along_columns is not None,

@@ -46,6 +46,11 @@ class Choice:
     dense_ms: float
     error: float
 
+    def __post_init__(self) -> None:
+        numbers = all(isinstance(x, int | float) for x in (self.sparse_ms, self.dense_ms, self.error))
+        if not (isinstance(self.algorithm, int) and isinstance(self.split_k, int) and numbers):
+            raise TypeError(f"a choice is made of numbers, got {self}")
+
 
 def cache_folder() -> Path:
     """Where choices are kept: $NMSPARSE_CACHE, else nmsparse/ in the user's cache folder."""
@@ -98,9 +103,9 @@ class Choices:
         self.found: dict[str, Choice] = self._read()
 
     def _read(self) -> dict[str, Choice]:
-        if not self.file.exists():
-            return {}
         try:
+            if not self.file.exists():
+                return {}
             saved = json.loads(self.file.read_text())
             if saved["hardware"] != self.hardware:
                 raise ValueError("it belongs to other hardware")
@@ -129,19 +134,20 @@ class Choices:
             warnings.warn(f"the chosen algorithms could not be saved in {self.file} ({error}).", stacklevel=2)
 
     def near(self, product: Product) -> Choice | None:
-        """The choice for this product, or for one that differs in a single size by less than a factor of two: the number
+        """The choice for this product, or for the nearest that differs in a single size by up to a factor of two: the number
         of tokens varies from batch to batch, and that must not start a search each time."""
         exact = self.found.get(key_of(product))
         if exact is not None:
             return exact
+        found: list[tuple[float, Choice]] = []
         for key, choice in self.found.items():
             other = product_of(key)
             if other[3:7] != product[3:7]:
                 continue
-            sizes = list(zip(other[:3], product[:3], strict=True))
-            if sum(a == b for a, b in sizes) == 2 and all(max(a, b) <= 2 * min(a, b) for a, b in sizes):
-                return choice
-        return None
+            ratios = [max(a, b) / min(a, b) for a, b in zip(other[:3], product[:3], strict=True)]
+            if sorted(ratios)[:2] == [1, 1] and max(ratios) <= 2:
+                found.append((max(ratios), choice))
+        return min(found, key=lambda pair: pair[0])[1] if found else None
 
     def search(self, products: Iterable[Product]) -> dict[Product, Choice | None]:
         """The choices for these products, searched where they are not known. None: no algorithm of the library works."""
@@ -151,11 +157,13 @@ class Choices:
             logger.info("nmsparse: searching the fastest algorithm for %d products on this GPU.", len(missing))
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()  # the child needs memory on the same GPU
-            for product in missing:
-                wanted[product] = _searcher(self.device).search(product)
-                if wanted[product] is not None:
-                    self.found[key_of(product)] = wanted[product]  # pyrefly: ignore
-            self._write()
+            try:
+                for product in missing:
+                    wanted[product] = _searcher(self.device).search(product)
+                    if wanted[product] is not None:
+                        self.found[key_of(product)] = wanted[product]  # pyrefly: ignore
+            finally:
+                self._write()
         return wanted
 
 

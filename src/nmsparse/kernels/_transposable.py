@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nmsparse.functional._transposable import LARGEST, block_patterns
+from nmsparse.functional import LARGEST_MAGNITUDE, block_patterns
 
 WARPS = 4
 
@@ -30,7 +30,7 @@ _CHOICES = tuple(
 _COUNT = tl.constexpr(len(_CHOICES))
 _CHOICE = tl.constexpr(_CHOICES)
 _BITS = tl.constexpr(tuple(sum(bit << k for k, bit in enumerate(pattern)) for pattern in block_patterns(2, 4)))
-_LARGEST = tl.constexpr(LARGEST)
+_LARGEST = tl.constexpr(LARGEST_MAGNITUDE)
 
 
 @triton.jit

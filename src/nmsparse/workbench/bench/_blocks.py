@@ -24,6 +24,8 @@ class Shape:
     kv_heads: int
     length: int
     batch: int
+    graph: bool = False
+    """Replay forward and backward pass from a CUDA graph: small layers finish before Python has launched the next."""
 
     @property
     def tokens(self) -> int:
@@ -33,8 +35,8 @@ class Shape:
 MODELS = {
     "llama-8b": Shape("llama", 4, 4096, 14336, 32, 8, 2048, 8),
     "llama-1b": Shape("llama", 8, 2048, 8192, 32, 8, 2048, 8),
-    "gpt2-xl": Shape("gpt2", 8, 1600, 6400, 25, 25, 1024, 16),
-    "gpt2-124m": Shape("gpt2", 12, 768, 3072, 12, 12, 1024, 16),
+    "gpt2-xl": Shape("gpt2", 8, 1600, 6400, 25, 25, 1024, 16, graph=True),
+    "gpt2-124m": Shape("gpt2", 12, 768, 3072, 12, 12, 1024, 16, graph=True),
 }
 
 
@@ -84,6 +86,8 @@ class Trainer:
     model: nn.Module
     step: Callable[[], None]
     run: nm.Run | None
+    compute: Callable[[], None]
+    optimizer: torch.optim.Optimizer
 
 
 def make_trainer(shape: Shape, device: str, recipe: nm.Recipe | None, plan: nm.Plan | None, emulate: bool = False) -> Trainer:
@@ -100,12 +104,35 @@ def make_trainer(shape: Shape, device: str, recipe: nm.Recipe | None, plan: nm.P
     inputs = torch.randn(sizes, device=device, generator=generator, dtype=torch.bfloat16)
     target = torch.randn(sizes, device=device, generator=generator, dtype=torch.bfloat16)
 
-    def step() -> None:
+    def compute() -> None:
         with torch.autocast(device, torch.bfloat16):
             hidden: Tensor = model(inputs_embeds=inputs).last_hidden_state
             loss = (hidden.float() * target).mean()
-        optimizer.zero_grad(set_to_none=True)
         loss.backward()
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        compute()
         optimizer.step()
 
-    return Trainer(model, step, run)
+    return Trainer(model, step, run, compute, optimizer)
+
+
+def captured(trainer: Trainer) -> Callable[[], None]:
+    """The same step with forward and backward pass replayed from a CUDA graph; the optimizer and its hooks run as ever."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            trainer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    trainer.optimizer.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        trainer.compute()
+
+    def step() -> None:
+        graph.replay()
+        trainer.optimizer.step()
+
+    return step

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 import nmsparse as nm
 from nmsparse.kernels import Product, pack_gradient, pack_weight_, packed_size, sparse_matmul, time_products
-from nmsparse.workbench.bench._blocks import MODELS, Shape, blocks_of, make_trainer
+from nmsparse.workbench.bench._blocks import MODELS, Shape, blocks_of, captured, make_trainer
 from nmsparse.workbench.bench._records import Recorder
 from nmsparse.workbench.bench._timing import alternate, side_facts
 
 TOKENS = 16384
 SIZES = [(14336, 4096), (4096, 14336), (4096, 4096), (8192, 2048), (2048, 8192), (6400, 1600), (3072, 768), (768, 3072)]
+LAYERS = [(14336, 4096), (4096, 14336), (4096, 4096), (2048, 8192)]
 BF16 = torch.bfloat16
 STEP_RECIPES = {"llama-8b": ("trio", "fst", "s-ste"), "llama-1b": ("trio",), "gpt2-xl": ("trio",), "gpt2-124m": ("trio",)}
 
@@ -126,7 +127,7 @@ def product_sides(product: Product) -> tuple[Callable[[], object], dict[str, Cal
 
 def bench_layer(record: Recorder, seconds: float, turns: int, models: list[str]) -> None:
     """One linear layer, forward and backward with everything around it, three products sparse; no optimizer."""
-    for out_features, in_features in ((14336, 4096), (4096, 14336), (4096, 4096), (2048, 8192)):
+    for out_features, in_features in LAYERS:
         sides: dict[str, Callable[[], object]] = {}
         how: dict[str, dict[str, str]] = {}
         x = torch.randn(TOKENS, in_features, device="cuda", dtype=BF16, requires_grad=True)
@@ -193,10 +194,14 @@ def compare_steps(record: Recorder, model: str, shape: Shape, recipe: nm.Recipe,
         trainer.step()
         torch.cuda.synchronize()
         peaks[side] = torch.cuda.max_memory_allocated() - before - others
-    sides = alternate({"dense": dense.step, "sparse": sparse.step}, seconds, turns)
+    steps: dict[str, Callable[[], object]] = {"dense": dense.step, "sparse": sparse.step}
+    if shape.graph:
+        steps = {"dense": captured(dense), "sparse": captured(sparse)}
+    sides = alternate(steps, seconds, turns)
     assert sparse.run is not None, "made with a recipe"
     record.add(
         "steps", model=model, recipe=recipe.name, blocks=shape.blocks, tokens=shape.tokens, length=shape.length,
+        graph=shape.graph,
         speedup=round(sides["dense"].ms / sides["sparse"].ms, 3), predicted=round(plan.speedup(sides["dense"].ms), 3),
         memory=round(peaks["sparse"] / peaks["dense"], 3), dense_gib=round(peaks["dense"] / 2**30, 2),
         products=_counts(sparse.run.products), **side_facts("dense", sides["dense"]), **side_facts("sparse", sides["sparse"]),
