@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -43,3 +44,12 @@ def test_table_of_recipes_lists_the_registry() -> None:
     for name, cls, products in rows:
         declared = {"-": (), "all three": ("output", "grad_input", "grad_weight")}.get(products, tuple(products.split(", ")))
         assert (cls, declared) == expected[name]
+
+
+def test_tables_are_those_of_the_results() -> None:
+    spec = importlib.util.spec_from_file_location("table", Path(__file__).parent.parent / "benchmarks" / "table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.with_tables(README) == README, "run python benchmarks/table.py --write"

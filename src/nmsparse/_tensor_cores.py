@@ -30,15 +30,26 @@ class Verdict(Protocol):
 
 
 class Rule:
-    """The default without a plan: sizes from which each product paid on an H200 at 16,384 tokens."""
+    """The default without a plan: the sizes from which a product paid on an H200 at 16,384 tokens, with some margin.
 
-    SMALLEST = 1024
-    SMALLEST_INPUTS = 1024
+    A packed weight serves all tokens of an update, so what limits it are small products. A packed gradient costs the same
+    for any number of inputs and gains in proportion to them.
+    """
+
+    FEATURES = 1024
+    INPUTS_FOR_GRADIENTS = 2048
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.packs_gradient = {GRAD_WEIGHT, GRAD_INPUT} if recipe.prunes_channels else {GRAD_WEIGHT}
 
     def unprofitable(self, name: str, product: str, out_features: int, in_features: int) -> str | None:
-        if min(out_features, in_features) < self.SMALLEST:
-            return f"below {self.SMALLEST} features the dense product is as fast by our measurements; nmsparse.plan measures here"
-        return None
+        if min(out_features, in_features) < self.FEATURES:
+            why = f"it has fewer than {self.FEATURES} features"
+        elif product in self.packs_gradient and in_features < self.INPUTS_FOR_GRADIENTS:
+            why = f"packing the gradient pays from {self.INPUTS_FOR_GRADIENTS} inputs"
+        else:
+            return None
+        return f"dense by the default rule: {why}; nmsparse.plan measures what is faster here"
 
 
 @cache

@@ -20,6 +20,7 @@ from nmsparse.kernels import (
     Product,
     device_milliseconds,
     hardware,
+    misfit,
     pack_gradient,
     pack_weight_,
     packed_size,
@@ -156,6 +157,8 @@ def _cell(times: ProductTime | None) -> str:
         return "-"
     if times.dense_ms is None or times.sparse_ms is None:
         return "dense"
+    if times.pack_ms == 0 and times.reason is not None:
+        return f"dense  {times.dense_ms:.3f} ms"
     shown = f"{times.dense_ms:.3f} -> {times.sparse_ms:.3f} + {times.pack_ms:.3f} ms"
     return f"sparse {shown}" if times.reason is None else f"dense  {shown}"
 
@@ -209,7 +212,7 @@ def _moved(size: LayerSize | None, device: torch.device | str | None) -> LayerSi
 def products_of(
     recipe: Recipe, out_features: int, in_features: int, is_transposed: bool, tokens: int, dtype: torch.dtype
 ) -> dict[str, Product]:
-    """The sparse products of a layer as the engine knows them."""
+    """The three products of a layer as the engine knows them."""
     found = {
         OUTPUT: Product(out_features, padded(tokens, 8), in_features, is_transposed, True, True, dtype),
         GRAD_INPUT: Product(in_features, padded(tokens, 8), out_features, not is_transposed, True, True, dtype),
@@ -217,7 +220,12 @@ def products_of(
     }
     if recipe.prunes_channels:
         found[GRAD_INPUT] = Product(padded(tokens), in_features, out_features, False, is_transposed, False, dtype)
-    return {name: product for name, product in found.items() if name in recipe.sparse_products}
+    return found
+
+
+def _timeable(products: dict[str, Product]) -> dict[str, Product]:
+    """Those whose sizes the hardware takes; the time of another dense product is not counted."""
+    return {name: p for name, p in products.items() if misfit(p.m, p.k) is None and p.n % 8 == 0}
 
 
 class _Planner:
@@ -227,10 +235,12 @@ class _Planner:
         self.recipe, self.tokens, self.micro_batches, self.dtype = recipe, tokens, micro_batches, dtype
 
     def _obstacles(self, out_features: int, in_features: int, device: torch.device) -> dict[str, str | None]:
+        """For all three products, why they cannot be sparse; None if they can."""
         fit = self.recipe.fit(out_features, in_features)
         if fit.refused is not None:
-            return dict.fromkeys(self.recipe.sparse_products, fit.refused)
-        return obstacles(self.recipe, out_features, in_features, device, self.dtype, fit.dense)
+            return dict.fromkeys(PRODUCTS, fit.refused)
+        found = obstacles(self.recipe, out_features, in_features, device, self.dtype, fit.dense)
+        return {product: found.get(product, f"{self.recipe.name} keeps it dense") for product in PRODUCTS}
 
     def search(self, sizes: list[LayerSize]) -> None:
         """Time all products in one go: starting the process that does it takes longer than most products."""
@@ -238,7 +248,8 @@ class _Planner:
         for out_features, in_features, is_transposed, device, _ in dict.fromkeys(sizes):
             possible = self._obstacles(out_features, in_features, device)
             found = products_of(self.recipe, out_features, in_features, is_transposed, self.tokens, self.dtype)
-            wanted.setdefault(device, []).extend(product for name, product in found.items() if possible[name] is None)
+            if None in possible.values():  # then the dense products count as well
+                wanted.setdefault(device, []).extend(_timeable(found).values())
         for device, products in wanted.items():
             if products:
                 time_products(products, device)
@@ -252,14 +263,14 @@ class _Planner:
             times = {product: ProductTime(None, None, 0.0, reason) for product, reason in reasons.items()}
             return LayerPlan(out_features, in_features, times, 0.0, 0.0)
         found = products_of(self.recipe, out_features, in_features, is_transposed, self.tokens, self.dtype)
-        chosen = time_products([found[product] for product in open_], device)
-        measured = {p: (choice.dense_ms, choice.sparse_ms) for p in open_ if (choice := chosen[found[p]]) is not None}
-        weight = torch.randn((in_features, out_features) if is_transposed else (out_features, in_features), device=device).to(
-            master
-        )
-        packs = self._pack_times(weight, is_transposed, list(measured))
+        chosen = time_products(_timeable(found).values(), device)
+        measured = {p: (choice.dense_ms, choice.sparse_ms) for p in PRODUCTS if (choice := chosen.get(found[p])) is not None}
+        open_ = [product for product in open_ if product in measured]
+        shape = (in_features, out_features) if is_transposed else (out_features, in_features)
+        weight = torch.randn(shape, device=device).to(master)
+        packs = self._pack_times(weight, is_transposed, open_)
         cast = device_milliseconds(lambda: weight.to(self.dtype), 2) if master != self.dtype else 0.0
-        best = self._choose(measured, packs, cast)
+        best = self._choose(open_, measured, packs, cast)
         times = {}
         for product, reason in reasons.items():
             if reason is None and product not in measured:
@@ -305,9 +316,11 @@ class _Planner:
         per_batch += PROJECTION * cast * len(weight_products - set(chosen))
         return self.micro_batches * per_batch + sum(packs[product] for product in chosen if product in weight_products)
 
-    def _choose(self, measured: dict[str, tuple[float, float]], packs: dict[str, float], cast: float) -> tuple[str, ...]:
+    def _choose(
+        self, open_: list[str], measured: dict[str, tuple[float, float]], packs: dict[str, float], cast: float
+    ) -> tuple[str, ...]:
         """The cheapest set of sparse products; of sets within the margin the smallest."""
-        sets = [chosen for count in range(len(measured) + 1) for chosen in combinations(measured, count)]
+        sets = [chosen for count in range(len(open_) + 1) for chosen in combinations(open_, count)]
         best = sets[0]
         for chosen in sets[1:]:
             if self._cost(chosen, measured, packs, cast) < (1 - MARGIN) * self._cost(best, measured, packs, cast):

@@ -58,7 +58,7 @@ def sparsify_(
     if check is not None:
         check(recipe)
     modules, skipped, permuted = convert_(model, recipe, targets, exclude, seed)
-    return Run(model, recipe, modules, skipped, permuted, seed, None if emulate else plan or Rule())
+    return Run(model, recipe, modules, skipped, permuted, seed, None if emulate else plan or Rule(recipe))
 
 
 class _BeforeForward(RemovedWithSparsity):

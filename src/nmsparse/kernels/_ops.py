@@ -98,7 +98,7 @@ def _reference_matmul(packed: Tensor, b: Tensor, product: Product, bias: Tensor 
 def _pack_gradient(
     grad: Tensor, stream: Tensor | None, counter: Tensor | None, along_tokens: bool, along_channels: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Prune and pack a (T, O) gradient in one read; tokens are padded with zeros to a multiple of 64.
+    """Prune and pack a (T, O) gradient; tokens are padded with zeros to a multiple of 64.
 
     Returns an MVUE sample along tokens (M-major, for `grad_weight`), the two largest of four channels (K-major, for
     `grad_input`), and the (2, T) sums of magnitudes before and after the latter; what was not asked for is empty.

@@ -456,11 +456,15 @@ def pack_gradient(
     along_channels: bool,
     tile: tuple[int, int] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Pack a (tokens, channels) output gradient in one read.
+    """Pack a (tokens, channels) output gradient.
 
     Returns the MVUE sample along tokens (M-major), the two largest of four channels (K-major), both with tokens padded to
     a multiple of 64 by zeros, and the (2, tokens) sums of magnitudes before and after the second pruning.
     """
+    if along_tokens and along_channels and tile is None:
+        # from one read, registers run out: 0.59 ms for 16384 x 14336 on an H200, where one kernel after the other takes 0.50
+        sampled, _, _ = pack_gradient(grad, stream, counter, along_tokens=True, along_channels=False)
+        return sampled, *pack_gradient(grad, None, None, along_tokens=False, along_channels=True)[1:]
     tokens, channels = grad.shape
     rows = padded(tokens)
     wide, warps = tile or (CHANNELS if along_channels else TOKENS)

@@ -128,6 +128,8 @@ def main() -> None:
             known, finish = question.get("timed", []), question.get("finish", False)
             found = time_algorithms(product_of(question["key"]), question["excluded"], known, finish, device, say)
             say({"result": None if found is None else asdict(found)})
+        except CusparseLtError as error:
+            say({"result": None, "why": str(error)})
         except torch.OutOfMemoryError:
             say({"result": None, "why": "the GPU has too little free memory to time it"})
         torch.cuda.empty_cache()

@@ -159,7 +159,7 @@ class SparseProducts:
         want_tokens, want_channels = want_w and self.grad_weight, want_x and self.grad_input and recipe.prunes_channels
         by_kernel = want_tokens and recipe.samples_tokens, want_channels and recipe.prunes_channels_by_magnitude
         tokens = channels = factor = None
-        if by_kernel[1]:  # one read of G serves both
+        if by_kernel[1]:
             stream, count = (state["stream"], counter) if by_kernel[0] else (None, None)
             tokens, channels, sums = pack_gradient(grad, stream, count, *by_kernel)
             if recipe.rescales_channels:

@@ -75,8 +75,24 @@ def meta_model(name: str) -> nn.Module:
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
-    found: Any = getattr(model, "layers", None) or getattr(model, "h", None)
+    found: nn.ModuleList = getattr(model, "layers", None) or getattr(model, "h", None)  # pyrefly: ignore
     return found
+
+
+def through_blocks(model: nn.Module, hidden: Tensor) -> Tensor:
+    """All blocks and the last norm. The model's own forward is passed over: it makes an attention mask while a CUDA graph
+    is captured and none otherwise, which would compile the blocks anew in the middle of the capture."""
+    for hook in model._forward_pre_hooks.values():
+        hook(model, ())  # the run's: it moves the random numbers on
+    owner: Any = model
+    options: dict[str, Any] = {}
+    if hasattr(owner, "rotary_emb"):
+        positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        options = {"position_embeddings": owner.rotary_emb(hidden, positions), "position_ids": positions}
+    for block in blocks_of(model):
+        hidden = block(hidden, **options)
+    last: Tensor = (owner.norm if hasattr(owner, "norm") else owner.ln_f)(hidden)
+    return last
 
 
 @dataclass(eq=False)
@@ -106,7 +122,7 @@ def make_trainer(shape: Shape, device: str, recipe: nm.Recipe | None, plan: nm.P
 
     def compute() -> None:
         with torch.autocast(device, torch.bfloat16):
-            hidden: Tensor = model(inputs_embeds=inputs).last_hidden_state
+            hidden = through_blocks(model, inputs)
             loss = (hidden.float() * target).mean()
         loss.backward()
 

@@ -81,4 +81,5 @@ def headline(row: dict[str, Any]) -> str:
     what = f"{row['model']} x{row['blocks']} {row['recipe']}"
     joules = "" if row["sparse_joules"] is None else f"   {row['dense_joules']:.1f} -> {row['sparse_joules']:.1f} J"
     times = f"{row['dense_ms']:.2f} -> {row['sparse_ms']:.2f} ms"
-    return f"{what:40} {row['speedup']:6.2f}x   {times} per step{joules}   memory {row['memory']:.3f}"
+    memory = "" if row["memory"] is None else f"   memory {row['memory']:.3f}"
+    return f"{what:40} {row['speedup']:6.2f}x   {times} per step{joules}{memory}"

@@ -41,7 +41,7 @@ def bench_kernels(record: Recorder, seconds: float, turns: int, models: list[str
 
                 cases[f"weight {name} {how} from {str(master)[6:]}"] = (master.itemsize + 1.125 * count, rows * columns, pack)
     for name, flags, size in (("MVUE along tokens", (True, False), 3.125), ("SDGP along channels", (False, True), 3.125),
-                              ("both from one read", (True, True), 4.25)):  # fmt: skip
+                              ("both, one after the other", (True, True), 6.25)):  # fmt: skip
         cases[f"gradient {name}"] = (size, TOKENS * rows, lambda f=flags: pack_gradient(grad, word, word, *f))
     for name, (per_entry, entries, call) in cases.items():
         total = per_entry * entries
