@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from nmsparse._update import LayerHandle
+from nmsparse.kernels import trusts_layout
 from nmsparse.nn import SparseProducts, obstacles
 from nmsparse.recipes import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Clock, Recipe
 
@@ -49,7 +50,7 @@ class Rule:
             why = f"packing the gradient pays from {self.INPUTS_FOR_GRADIENTS} inputs"
         else:
             return None
-        return f"dense by the default rule: {why}; nmsparse.plan measures what is faster here"
+        return f"dense by the default rule, with its operand in full: {why}; nmsparse.plan measures what is faster here"
 
 
 @cache
@@ -79,27 +80,33 @@ class PackingGraph:
             self.graph = None
             return
         if self.graph is None:
-            self.graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize(handles[0].parameter.device)
-            with (
-                torch.cuda.device(handles[0].parameter.device),
-                torch.cuda.graph(
-                    self.graph,
-                    capture_error_mode="thread_local",  # another thread may be pinning memory meanwhile
-                ),
-            ):
-                for handle in handles:
-                    handle.layer.refresh(handle.parameter)
+            self.graph = self._capture(handles)
         self.graph.replay()
         for handle in handles:
             assert handle.layer.sparse is not None, "only such layers are packed"
-            handle.layer.sparse.version = handle.parameter._version
+            handle.layer.sparse.note_packed(handle.parameter)
+
+    @staticmethod
+    def _capture(handles: Sequence[LayerHandle]) -> torch.cuda.CUDAGraph:
+        graph, device = torch.cuda.CUDAGraph(), handles[0].parameter.device
+        torch.cuda.synchronize(device)
+        # a stream of this device: torch's own for captures belongs to the one that was captured on first; and only this
+        # thread is held to the rules of a capture, because another may be pinning memory meanwhile
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.device(device), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for handle in handles:
+                handle.layer.refresh(handle.parameter)
+        return graph
 
     @staticmethod
     def _is_kernel(handle: LayerHandle) -> bool:
         """Packing is one launch; recipes that plain torch projects are compiled at first, which cannot be captured."""
-        recipe = handle.layer.recipe
-        return handle.parameter.is_cuda and recipe.packing is not None and recipe.row_order(handle.state) is None
+        recipe, sparse = handle.layer.recipe, handle.layer.sparse
+        assert sparse is not None, "only such layers are packed"
+        copies = sparse.copies.values()
+        if not handle.parameter.is_cuda or recipe.packing is None or recipe.row_order(handle.state) is not None:
+            return False
+        return bool(copies) and all(trusts_layout(copy) for copy in copies)
 
 
 def _addresses(handle: LayerHandle) -> list[int]:
@@ -115,7 +122,8 @@ class TensorCores:
     def __init__(self, recipe: Recipe, verdict: Verdict | None) -> None:
         self.recipe = recipe
         self.verdict = verdict
-        self._graphs: dict[torch.device, PackingGraph] = {}
+        self._told_dtype = False
+        self._graphs: dict[tuple[torch.device, str], PackingGraph] = {}
 
     def _packing(self, layers: Sequence[LayerHandle]) -> None:
         by_device: dict[torch.device, list[LayerHandle]] = {}
@@ -123,7 +131,8 @@ class TensorCores:
             if handle.layer.sparse is not None and handle.layer.sparse.is_active:
                 by_device.setdefault(handle.parameter.device, []).append(handle)
         for device, handles in by_device.items():
-            self._graphs.setdefault(device, PackingGraph()).pack(handles)
+            # by the first layer as well: each optimizer packs its own
+            self._graphs.setdefault((device, handles[0].name), PackingGraph()).pack(handles)
 
     def engage(self, layers: Sequence[LayerHandle], clock: Clock, memory: dict[str, Any]) -> None:
         """Decide for layers that are new here, follow the recipe's phase, and pack the weights."""
@@ -143,7 +152,7 @@ class TensorCores:
         weight = handle.parameter
         dtype = weight.dtype if weight.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
         is_transposed = handle.weight.stride(-1) != 1 and weight.ndim == 2
-        sparse = SparseProducts(dtype, {}, is_transposed)
+        sparse = SparseProducts(dtype, {}, is_transposed, weight.device)
         self._decide(handle, sparse, dtype, verdict)
         return sparse
 
@@ -163,14 +172,15 @@ class TensorCores:
     def _obstacle(self, handle: LayerHandle) -> str | None:
         """Why no product of a layer can run on tensor cores, whatever its size."""
         weight, recipe = handle.parameter, self.recipe
-        if type(weight.data).__name__ == "DTensor":
+        if type(weight.data).__name__ == "DTensor" or weight.ndim < 2:
             return "its weight is sharded"
         if weight.dtype == torch.float64:
             return "float64 is not computed on tensor cores"
         if not handle.module.multiplies_matrices:
             return "only 1x1 convolutions of stride 1 are matrix products"
         packing = recipe.packing
-        if weight.ndim > 2 and (packing is None or packing.mask or recipe.prunes_channels or recipe.row_order(handle.state)):
+        has_state = packing is None or packing.mask is not None or recipe.row_order(handle.state) is not None
+        if weight.ndim > 2 and (has_state or recipe.prunes_channels):
             return f"{recipe.name} keeps a state per weight of a convolution that the kernels do not read"
         if not weight.is_contiguous() and not weight.is_contiguous(memory_format=torch.channels_last):
             return "its weight is not contiguous in memory"
@@ -179,15 +189,18 @@ class TensorCores:
     def _follow_dtype(self, handle: LayerHandle, sparse: SparseProducts) -> None:
         """Pack in the type that the layer is called in, once that is seen to be another."""
         met = sparse.met_dtype
-        if met is None or met == sparse.dtype or self.verdict is None:
-            return
         sparse.met_dtype = None
-        before = sparse.dtype
-        self._decide(handle, sparse, met, self.verdict)
-        sparse.dtype = met
-        if any(reason is None for reason in sparse.reasons.values()):
+        if met is None or met == sparse.judged_dtype or self.verdict is None:
             return
-        sparse.dtype = before
+        was_possible = None in sparse.reasons.values()
+        self._decide(handle, sparse, met, self.verdict)
+        sparse.judged_dtype = met
+        if None in sparse.reasons.values():
+            sparse.dtype = met
+            return
+        if not was_possible or self._told_dtype:
+            return
+        self._told_dtype = True
         warnings.warn(
             f"{handle.name} computes in {met}, so its products run emulated: sparse tensor cores multiply bfloat16 and "
             "float16. Train under torch.autocast, or in 16 bit, for speed.",
@@ -198,7 +211,7 @@ class TensorCores:
         """Weights that changed after they were packed went unseen by a compiled forward pass."""
         for handle in layers:
             sparse = handle.layer.sparse
-            if sparse is not None and sparse.is_active and sparse.version != handle.parameter._version:
+            if sparse is not None and sparse.is_active and not sparse.is_fresh(handle.parameter):
                 warnings.warn(
                     f"{handle.name}: its weight was changed by hand after it was packed, so passes of a compiled model since "
                     "then may have used the old one. Call run.refresh() after such a change.",
@@ -212,6 +225,8 @@ class TensorCores:
             why = "emulate=True" if self.verdict is None else "decided when an optimizer is attached"
             return dict.fromkeys(self.recipe.sparse_products, why)
         flags = {OUTPUT: sparse.output, GRAD_INPUT: sparse.grad_input, GRAD_WEIGHT: sparse.grad_weight}
+        if sparse.misses_layout:
+            return dict.fromkeys(sparse.reasons, "emulated: its input is not in channels_last memory format")
         dense_now = f"{self.recipe.name} is in a dense phase"
         return {product: reason or (SPARSE if flags[product] else dense_now) for product, reason in sparse.reasons.items()}
 

@@ -47,8 +47,9 @@ def sparsify_(
     fit. ``seed`` keys every random draw of the recipe. On an error the model is as it was.
 
     On a Hopper GPU the 2:4 products of a training run go to the sparse tensor cores where that is faster: as ``plan``
-    says (see :func:`nmsparse.plan`), or by a rule from our measurements. ``run.products`` tells what runs how, and why.
-    ``emulate=True`` computes everything with ordinary products, as on any other device.
+    says (see :func:`nmsparse.plan`), or by a rule from our measurements; a backward product that stays dense then sees its
+    operand in full, unpruned. ``run.products`` tells what runs how, and why. ``emulate=True`` prunes all that the recipe
+    prunes and computes with ordinary products, as on any other device: the same mathematics everywhere.
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(
@@ -148,8 +149,11 @@ class Run:
         return {name: self._tensor_cores.describe(handle) for name, handle in self._layers.items() if handle.is_live}
 
     def refresh(self) -> None:
-        """Pack all weights again. Needed only after changing weights by hand, outside of the optimizer, in a compiled
-        model; loading a state dict does it by itself."""
+        """Pack all weights again: after changing them other than by an attached optimizer or ``load_state_dict``.
+
+        An eager model notices in-place changes by itself, but neither those through ``.data`` nor those of a fused optimizer
+        that is not attached; a compiled model notices nothing, and a warning follows at the next update.
+        """
         for handle in self._layers.values():
             if handle.is_live:
                 handle.layer.refresh(handle.parameter)

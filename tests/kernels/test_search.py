@@ -284,10 +284,20 @@ def near(product: Product, **found: Choice) -> Choice | None:
     return choices.near(product)
 
 
-@pytest.mark.parametrize("size", ["m", "n", "k"])
+FORMS = {  # output or grad_input, grad_weight, a packed gradient: which size counts tokens
+    "n": (False, True, True),
+    "k": (True, False, False),
+    "m": (False, False, False),
+}
+
+
+@pytest.mark.parametrize("tokens", ["m", "n", "k"])
 @pytest.mark.parametrize("factor", [0.5, 0.75, 1.25, 2])
-def test_a_product_up_to_twice_as_large_in_one_size_takes_a_known_choice(size, factor):
-    assert near(PRODUCT._replace(**{size: int(getattr(PRODUCT, size) * factor)})) == CHOICE
+def test_up_to_twice_as_many_tokens_take_a_known_choice_and_other_sizes_do_not(tokens, factor):
+    known = Product(*PRODUCT[:3], *FORMS[tokens], PRODUCT.dtype)
+    for size in ("m", "n", "k"):
+        asked = known._replace(**{size: int(getattr(known, size) * factor)})
+        assert near(asked, **{key_of(known): CHOICE}) == (CHOICE if size == tokens else None)
 
 
 @pytest.mark.parametrize("size", ["m", "n", "k"])
@@ -485,6 +495,7 @@ def test_a_product_that_breaks_every_child_is_given_up(children):
 
 def test_a_child_that_falls_silent_is_killed_and_its_candidate_excluded(children, monkeypatch):
     monkeypatch.setattr(_search, "SILENCE_S", 2)
+    monkeypatch.setattr(_search, "START_S", 2)
     children.body = TRIES % "if candidate == [0, 1]: time.sleep(1000)"
     assert Searcher(0).search(PRODUCT) == CHOICE
     assert children.asked()[-1] == (1, KEY, [[0, 1]])
@@ -493,6 +504,7 @@ def test_a_child_that_falls_silent_is_killed_and_its_candidate_excluded(children
 
 def test_a_slow_child_that_keeps_talking_is_not_silent(children, monkeypatch):
     monkeypatch.setattr(_search, "SILENCE_S", 2)
+    monkeypatch.setattr(_search, "START_S", 2)
     children.body = TRIES % "time.sleep(0.6)"  # four times, longer than the limit together
     assert Searcher(0).search(PRODUCT) == CHOICE
     assert len(children.started) == 1
@@ -507,6 +519,7 @@ def test_a_child_that_dies_before_it_begins_is_an_error_that_says_how_to_see_why
 
 def test_a_child_that_never_says_anything_is_killed_and_an_error(children, monkeypatch):
     monkeypatch.setattr(_search, "SILENCE_S", 0.5)
+    monkeypatch.setattr(_search, "START_S", 0.5)
     children.body = "time.sleep(1000)"
     with pytest.raises(RuntimeError, match="before it began"):
         Searcher(0).search(PRODUCT)

@@ -301,3 +301,102 @@ def test_operators_pass_opcheck() -> None:
     torch.library.opcheck(pack_gradient, (torch.randn(70, 64).bfloat16(), None, None, False, True))
     torch.library.opcheck(pack_sparse, (dense, False))
     torch.library.opcheck(sampled_grad_weight, (torch.randn(70, 64).bfloat16(), torch.randn(70, 32).bfloat16(), word, word, True))
+
+
+def test_an_empty_batch_passes_through() -> None:
+    for recipe in (nm.Trio("2:4"), nm.STE("2:4"), nm.SDGP("2:4", mvue=True), nm.SSTE("2:4", mvue="approximate")):
+        model, _, _ = make(recipe)
+        x = torch.zeros(0, 64, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        y.float().sum().backward()
+        assert y.shape == (0, 8)
+        assert x.grad is not None
+        assert x.grad.shape == (0, 64)
+        assert (model.up.weight.grad == 0).all()
+
+
+def test_a_copy_of_a_model_trains_on_its_own_weights() -> None:
+    """Nobody would pack the weights of a copy: it is emulated."""
+    model, _, _ = make(nm.STE("2:4"))
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
+    before, after = (_loss_and_step(twin, optimizer) for _ in range(2))
+    assert after < before
+    assert model.up._nmsparse.sparse is not None
+
+
+def _loss_and_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    x, y = data()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = (model(x).float() - y).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def test_an_input_of_another_type_than_the_packed_weight_is_refused() -> None:
+    torch.manual_seed(0)
+    model = Net().bfloat16()
+    run = nm.sparsify_(model, nm.STE("2:4"))
+    run.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match=r"needs both operands in one type on one device.*cast its input"):
+        model(data()[0])
+
+
+def test_an_input_of_the_wrong_width_is_refused() -> None:
+    from nmsparse.kernels import sparse_matmul
+    from nmsparse.kernels._layout import compress
+
+    packed = compress(torch.zeros(64, 96).bfloat16(), "k")
+    with pytest.raises(RuntimeError, match="cannot be multiplied with an operand of shape"):
+        sparse_matmul(packed, torch.zeros(8, 64).bfloat16(), None, 64, 96, False, True, True)
+    with pytest.raises(RuntimeError, match="packed entries are no 64 x 64 operand"):
+        sparse_matmul(packed, torch.zeros(8, 64).bfloat16(), None, 64, 64, False, True, True)
+
+
+def test_one_call_in_float32_does_not_end_the_sparse_products() -> None:
+    model, optimizer, run = make(nm.STE("2:4"))
+    x, y = data()
+    (model(x) - y).square().mean().backward()
+    with pytest.warns(UserWarning, match="computes in torch.float32"):
+        optimizer.step()
+    train(model, optimizer, 1)
+    assert run.products["up"]["output"] == "sparse"
+
+
+def test_a_model_that_moves_after_attach_is_examined_again() -> None:
+    model, optimizer, run = make(nm.STE("2:4"))
+    for handle in run._layers.values():  # as if it had been attached elsewhere
+        handle.layer.sparse.device = torch.device("meta")
+        handle.layer.sparse.reasons = {"output": "there was no GPU"}
+    model.to("cpu")
+    train(model, optimizer, 1)
+    assert run.products["up"]["output"] == "sparse"
+
+
+def test_bi_mask_attaches_to_a_model_with_1x1_convolutions() -> None:
+    model = nn.Sequential(nn.Conv2d(64, 64, 1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1))
+    run = nm.sparsify_(model, nm.BiMask("2:4"), targets="all")
+    run.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "keeps a state per weight of a convolution" in run.products["0"]["output"]
+
+
+def test_a_convolution_called_in_another_memory_format_says_that_it_is_emulated() -> None:
+    model = nn.Sequential(nn.Conv2d(64, 64, 1), nn.Conv2d(64, 8, 3))
+    run = nm.sparsify_(model, nm.STE("2:4"), targets=["0"])
+    run.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(2, 64, 4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        model[0](x)
+        assert run.products["0"]["output"] == "emulated: its input is not in channels_last memory format"
+        model[0](x.to(memory_format=torch.channels_last))
+    assert run.products["0"]["output"] == "sparse"
+
+
+def test_sdgp_leaves_widths_that_the_library_refuses_dense() -> None:
+    model = nn.Sequential(nn.Linear(100, 64), nn.Linear(64, 8))
+    run = nm.sparsify_(model, nm.SDGP("2:4"))
+    run.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert run.products["0"]["grad_input"] == "in_features = 100 is not a multiple of 8"

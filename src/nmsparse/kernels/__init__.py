@@ -11,7 +11,15 @@ from nmsparse.kernels._dispatch import (
     transposable_kernel,
 )
 from nmsparse.kernels._layout import misfit, packed_size
-from nmsparse.kernels._ops import pack_gradient, pack_sparse, pack_weight_, padded, sampled_grad_weight, sparse_matmul
+from nmsparse.kernels._ops import (
+    pack_gradient,
+    pack_sparse,
+    pack_weight_,
+    padded,
+    sampled_grad_weight,
+    sparse_matmul,
+    trusts_layout,
+)
 from nmsparse.kernels._search import Choice, device_milliseconds
 
 __all__ = [
@@ -33,4 +41,5 @@ __all__ = [
     "sparse_matmul",
     "time_products",
     "transposable_kernel",
+    "trusts_layout",
 ]

@@ -131,6 +131,7 @@ class Plan:
     algorithm: Algorithm = DEFAULT
 
     def __post_init__(self) -> None:
+        self._lock = threading.Lock()
         self._lib, self._handle = library(), _handle(self.device)
         p, kind = self.product, DATA_TYPES[self.product.dtype]
         self._a, self._b, self._d = _Struct(), _Struct(), _Struct()
@@ -184,8 +185,12 @@ class Plan:
 
     def run(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
         """Compute on the current stream. The caller has checked shapes; memory of the workspace is torch's."""
-        if bias is not None:
-            self._point_to_bias(bias.data_ptr())
+        with self._lock:  # the bias is part of the plan, which layers of one shape share
+            if bias is not None:
+                self._point_to_bias(bias.data_ptr())
+            self._launch(a, b, out)
+
+    def _launch(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=out.device)
         stream = c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
         target = out.data_ptr()
@@ -200,6 +205,12 @@ class Plan:
             self._bias = c_void_p(address)
             size = c_size_t(ctypes.sizeof(self._bias))
             self._call("MatmulDescSetAttribute", self._product.pointer, c_int(BIAS_POINTER), byref(self._bias), size)
+
+    def close(self) -> None:
+        """Give back what the library holds; work on the device must be done."""
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize(self.device)
+            self._lib("cusparseLtMatmulPlanDestroy", self._plan.pointer)
 
     def compress(self, stored: Tensor) -> Tensor:
         """The library's own compression of a stored operand A: slow, and the judge of ours."""

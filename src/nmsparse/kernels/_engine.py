@@ -12,9 +12,12 @@ from torch import Tensor
 
 from nmsparse.kernels._cusparselt import TESTED, Algorithm, CusparseLtError, Plan, Product, library, version
 from nmsparse.kernels._layout import Major, compress
+from nmsparse.kernels._pack import pack_weight
 from nmsparse.kernels._search import Choice, Choices
 
 logger = logging.getLogger("nmsparse")
+PLANS = 512
+"""Plans kept: each holds some 100 kB."""
 
 
 class Engine:
@@ -30,9 +33,12 @@ class Engine:
 
     def plan(self, product: Product) -> Plan:
         """A plan with the fastest algorithm known; searched on first use."""
-        plan = self.plans.get(product)
+        plan = self.plans.pop(product, None)
         if plan is None:
-            plan = self.plans[product] = self._make(product)
+            plan = self._make(product)
+            if len(self.plans) >= PLANS:  # the one not used for longest: batches of varying length would pile them up
+                self.plans.pop(next(iter(self.plans))).close()
+        self.plans[product] = plan
         return plan
 
     def _make(self, product: Product) -> Plan:
@@ -77,7 +83,10 @@ class Engine:
         stored = (dense if major == "k" else dense.t().contiguous()).to(f"cuda:{self.device}")
         theirs = Plan(Product(m, 64, k, major == "m", True, True, dtype), self.device).compress(stored)
         ours = compress(stored, major)
-        return theirs.numel() == ours.numel() and torch.equal(theirs.view(torch.uint8), ours.view(torch.uint8))
+        by_kernel = torch.zeros_like(ours)
+        pack_weight(stored, *((by_kernel, None) if major == "k" else (None, by_kernel)), columns_first=major == "k")
+        same = torch.equal(ours.view(torch.uint8), by_kernel.view(torch.uint8))
+        return same and theirs.numel() == ours.numel() and torch.equal(theirs.view(torch.uint8), ours.view(torch.uint8))
 
     def compress(self, stored: Tensor, major: Major) -> Tensor:
         """The library's own compression of a matrix that is 2:4 along k."""

@@ -45,6 +45,9 @@ def _sparse_matmul(
 
     The dense operand may have fewer rows than the product needs; it is padded with zeros, and D cut, inside.
     """
+    _check_operands(packed, dense, m, k, b_transposed)
+    if not dense.shape[0] or not packed.shape[0]:
+        return _fake_sparse_matmul(packed, dense, bias, m, k, m_major, b_transposed, d_transposed).zero_()
     b = _fit_rows(dense, k, b_transposed)
     n = b.shape[0] if b_transposed else b.shape[1]
     product = Product(m, n, k, m_major, b_transposed, d_transposed, packed.dtype, bias is not None)
@@ -64,6 +67,20 @@ def _fake_sparse_matmul(
 ) -> Tensor:
     n = dense.shape[0] if b_transposed else dense.shape[1]
     return packed.new_empty((n, m) if d_transposed else (m, n))
+
+
+def _check_operands(packed: Tensor, dense: Tensor, m: int, k: int, b_transposed: bool) -> None:
+    """The library is given addresses only: whatever does not fit must be found here."""
+    if dense.dtype != packed.dtype or dense.device != packed.device:
+        raise RuntimeError(
+            f"a sparse product needs both operands in one type on one device, got a packed weight or gradient in {packed.dtype} "
+            f"on {packed.device} and {dense.dtype} on {dense.device}; call the layer under torch.autocast, or cast its input."
+        )
+    missing = k - dense.shape[0]
+    if (dense.shape[1] != k) if b_transposed else not 0 <= missing < max(TOKENS, 1):
+        raise RuntimeError(f"a packed {m} x {k} operand cannot be multiplied with an operand of shape {tuple(dense.shape)}.")
+    if packed.shape[0] != packed_size(m, k):
+        raise RuntimeError(f"{packed.shape[0]} packed entries are no {m} x {k} operand, which takes {packed_size(m, k)}.")
 
 
 def _fit_rows(dense: Tensor, k: int, b_transposed: bool) -> Tensor:
@@ -103,6 +120,8 @@ def _pack_gradient(
     Returns an MVUE sample along tokens (M-major, for `grad_weight`), the two largest of four channels (K-major, for
     `grad_input`), and the (2, T) sums of magnitudes before and after the latter; what was not asked for is empty.
     """
+    if not grad.shape[0]:
+        return _fake_pack_gradient(grad, stream, counter, along_tokens, along_channels)
     grad = grad.contiguous()
     majors = (["m"] if along_tokens else []) + (["k"] if along_channels else [])
     if grad.is_cuda and all(_trusts(grad, major) for major in majors):
@@ -150,6 +169,10 @@ def _pack_gradient_plainly(
 
 def _sampled_grad_weight(grad: Tensor, x: Tensor, stream: Tensor, counter: Tensor, d_transposed: bool) -> Tensor:
     """dW (O, I) = MVUE(G)^T X, or (I, O): packing and product in one, so that the packed copy lives no longer than it must."""
+    if not grad.shape[0]:
+        return _fake_sampled_grad_weight(grad, x, stream, counter, d_transposed).zero_()
+    if x.dtype != grad.dtype or x.device != grad.device or x.shape[0] != grad.shape[0]:
+        raise RuntimeError(f"G is {tuple(grad.shape)} {grad.dtype} on {grad.device}, X {tuple(x.shape)} {x.dtype} on {x.device}.")
     packed = _pack_gradient(grad, stream, counter, True, False)[0]
     channels, rows = grad.shape[1], padded(grad.shape[0])
     product = Product(channels, x.shape[1], rows, True, False, d_transposed, grad.dtype)
@@ -163,6 +186,8 @@ def _fake_sampled_grad_weight(grad: Tensor, x: Tensor, stream: Tensor, counter: 
 def _pack_sparse(x: Tensor, m_major: bool) -> Tensor:
     """Pack a (rows, columns) tensor that is 2:4 already: along columns, or along rows if M-major; rows are padded to 64."""
     rows, columns = x.shape
+    if not rows:
+        return _fake_pack_sparse(x, m_major)
     full = F.pad(x, (0, 0, 0, padded(rows) - rows)).contiguous()
     if full.is_cuda and _trusts(full, "m" if m_major else "k"):
         from nmsparse.kernels._pack import pack_weight as kernel
@@ -247,6 +272,11 @@ def pack_weight_(
     for (major, buffer), projected in zip(copies, (first, second) if columns_first else (second, first), strict=True):
         if buffer is not None:
             buffer.copy_(_compressed(projected.to(buffer.dtype), major))
+
+
+def trusts_layout(x: Tensor) -> bool:
+    """Whether our kernels may pack in this type on this GPU, in both directions."""
+    return _trusts(x, "k") and _trusts(x, "m")
 
 
 def _trusts(x: Tensor, major: str) -> bool:

@@ -18,6 +18,7 @@ import select
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -32,6 +33,8 @@ logger = logging.getLogger("nmsparse")
 FORMAT = 1
 CHILDREN = 12
 """Processes that may be lost on one product; after half of them only what was timed already is considered."""
+START_S = 180
+"""A child may take so long to import torch and to open the GPU."""
 SILENCE_S = 60
 """A child that says nothing for so long is hung."""
 
@@ -92,6 +95,16 @@ def product_of(key: str) -> Product:
     return Product(m, n, k, *(flag == "T" for flag in layout), dtype=getattr(torch, dtype))
 
 
+def _without_tokens(product: Product) -> tuple[Product, int]:
+    """A product with its number of tokens set to 0, and that number: n of `output` and `grad_input`, k of `grad_weight`, m of a
+    packed gradient."""
+    if product.b_transposed and product.d_transposed:
+        return product._replace(n=0), product.n
+    if product.m_major:
+        return product._replace(k=0), product.k
+    return product._replace(m=0), product.m
+
+
 class Choices:
     """Choices of one device: in memory, and in a file that processes may share."""
 
@@ -134,40 +147,51 @@ class Choices:
             warnings.warn(f"the chosen algorithms could not be saved in {self.file} ({error}).", stacklevel=2)
 
     def near(self, product: Product) -> Choice | None:
-        """The choice for this product, or for the nearest that differs in a single size by up to a factor of two: the number
-        of tokens varies from batch to batch, and that must not start a search each time."""
+        """The choice for this product, or for the nearest with up to half or twice as many tokens: their number varies from
+        batch to batch, and that must not start a search each time."""
         exact = self.found.get(key_of(product))
         if exact is not None:
             return exact
+        sizes, tokens = _without_tokens(product)
         found: list[tuple[float, Choice]] = []
         for key, choice in self.found.items():
-            other = product_of(key)
-            if other[3:7] != product[3:7]:
-                continue
-            ratios = [max(a, b) / min(a, b) for a, b in zip(other[:3], product[:3], strict=True)]
-            if sorted(ratios)[:2] == [1, 1] and max(ratios) <= 2:
-                found.append((max(ratios), choice))
-        return min(found, key=lambda pair: pair[0])[1] if found else None
+            other_sizes, other_tokens = _without_tokens(product_of(key))
+            if other_sizes == sizes:
+                found.append((max(tokens, other_tokens) / min(tokens, other_tokens), choice))
+        nearest = min(found, key=lambda pair: pair[0], default=None)
+        return nearest[1] if nearest is not None and nearest[0] <= 2 else None
 
     def search(self, products: Iterable[Product]) -> dict[Product, Choice | None]:
         """The choices for these products, searched where they are not known. None: no algorithm of the library works."""
         wanted = {product: self.found.get(key_of(product)) for product in products}
         missing = [product for product, choice in wanted.items() if choice is None]
         if missing:
-            logger.info("nmsparse: searching the fastest algorithm for %d products on this GPU.", len(missing))
+            logger.warning("nmsparse: timing algorithms for %d products, about a second each, once on this GPU.", len(missing))
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()  # the child needs memory on the same GPU
             try:
                 for product in missing:
-                    wanted[product] = _searcher(self.device).search(product)
-                    if wanted[product] is not None:
-                        self.found[key_of(product)] = wanted[product]  # pyrefly: ignore
+                    wanted[product] = choice = self._search_one(product)
+                    if choice is not None:
+                        self.found[key_of(product)] = choice
             finally:
                 self._write()
         return wanted
 
+    def _search_one(self, product: Product) -> Choice | None:
+        try:
+            with _LOCK:
+                return _searcher(self.device).search(product)
+        except ChildFailedError as error:  # the library's own choice will do
+            warnings.warn(str(error), stacklevel=2)
+            return None
+
 
 # ---- parent: a child that answers questions ----
+
+
+class ChildFailedError(RuntimeError):
+    """The process that times algorithms could not be started."""
 
 
 class Searcher:
@@ -202,9 +226,9 @@ class Searcher:
                 status = self._stop()
                 if status == 0:  # it went away just when it was asked, having waited long enough
                     continue
-                raise RuntimeError(
-                    f"the process that times algorithms ended before it began (exit status {status}); run "
-                    "python -m nmsparse.kernels._search_child 0 to see why."
+                raise ChildFailedError(
+                    f"the process that times algorithms ended before it began (exit status {status}), so nothing is timed: run "
+                    f"python -m nmsparse.kernels._search_child {self.device} to see why."
                 )
             logger.warning("nmsparse: algorithm %s broke or hung on %s and is excluded.", current, key)
             self.excluded.setdefault(family, []).append(current)
@@ -224,8 +248,9 @@ class Searcher:
             self._stop()
             yield from self._ask(question)
             return
-        buffer = b""
-        while select.select([self.child.stdout], [], [], SILENCE_S)[0]:
+        buffer, patience = b"", START_S
+        while select.select([self.child.stdout], [], [], patience)[0]:
+            patience = SILENCE_S
             read = os.read(self.child.stdout.fileno(), 1 << 16)
             if not read:
                 return
@@ -254,6 +279,7 @@ class Searcher:
 
 
 _SEARCHERS: dict[int, Searcher] = {}
+_LOCK = threading.Lock()
 
 
 def _searcher(device: int) -> Searcher:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,10 @@ class Layer:
     awaits_optimizer: bool = False
     """The recipe runs on an optimizer, and none is attached yet."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy (deepcopy, pickle) belongs to no run, which alone would keep its packed weights current."""
+        return {**self.__dict__, "sparse": None}
+
     def init_state(self, weight: Tensor) -> None:
         """Fill the state from the (O, ..., I) weight."""
         self.state = self.recipe.init_state(weight, self.groups)
@@ -50,12 +55,12 @@ class Layer:
             self.sparse.pack(weight, self.recipe, self.state)
 
     def refresh_if_stale(self, weight: Tensor) -> None:
-        if self.sparse is not None and self.sparse.is_active and self.sparse.version != weight._version:
+        if self.sparse is not None and self.sparse.is_active and not self.sparse.is_fresh(weight):
             self.refresh(weight)
 
     def to(self, device: torch.device) -> None:
         """Follow the weight to another device; the dtype of the state never changes."""
-        if self.sparse is not None and any(copy.device != device for copy in self.sparse.copies.values()):
+        if self.sparse is not None and self.sparse.device != device:
             self.sparse = None  # what runs sparse is decided anew, by the run
         for name, tensor in self.state.items():
             if name not in self.recipe.host_state and tensor.device != device:

@@ -76,7 +76,7 @@ def _prepare_sparse(module: SparseMixin, dtype: torch.dtype) -> None:
     layer = module._nmsparse
     if layer.sparse is None or not module.training:
         return
-    if layer.sparse.is_active and dtype != layer.sparse.dtype and layer.sparse.met_dtype != dtype:
+    if dtype != layer.sparse.judged_dtype and layer.sparse.met_dtype != dtype:
         layer.sparse.met_dtype = dtype
     if not torch.compiler.is_compiling():  # a compiled graph holds no check; the run's does, before the next update
         layer.refresh_if_stale(module.weight)
@@ -114,9 +114,12 @@ class SparseConv2d(SparseMixin, nn.Conv2d):
         _check_attached(self)
         x, bias, dtype = _autocast(input, self.bias, self.weight)
         sparse = self._nmsparse.sparse
-        if self.training and sparse is not None and sparse.is_active and x.is_contiguous(memory_format=torch.channels_last):
+        if self.training and sparse is not None and sparse.is_active:
             _prepare_sparse(self, dtype)
-            if sparse.serves(dtype):
+            is_channels_last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
+            if sparse.misses_layout is is_channels_last:  # written only where it changes: compilers guard on it
+                sparse.misses_layout = not is_channels_last
+            if is_channels_last and sparse.serves(dtype):
                 pixels, weight = x.permute(0, 2, 3, 1), self.weight.flatten(1)
                 y = _apply_products(LinearProducts, self._nmsparse, True, False, pixels, weight, bias, dtype)
                 return y.permute(0, 3, 1, 2)

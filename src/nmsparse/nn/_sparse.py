@@ -50,6 +50,8 @@ def obstacles(
     reasons = {product: general or dense.get(product) or misfit(*sizes[product]) for product in recipe.sparse_products}
     if reasons.get(GRAD_WEIGHT, "") is None and in_features % 8:
         reasons[GRAD_WEIGHT] = f"in_features = {in_features} is not a multiple of 8"
+    if recipe.prunes_channels and reasons.get(GRAD_INPUT, "") is None and in_features % 8:
+        reasons[GRAD_INPUT] = f"in_features = {in_features} is not a multiple of 8"
     return reasons
 
 
@@ -61,6 +63,7 @@ class SparseProducts:
     reasons: dict[str, str | None]
     """Every sparse product of the recipe: None if it runs on sparse tensor cores, else why it does not."""
     is_transposed: bool
+    device: torch.device
     unpruned: frozenset[str] = frozenset()
     """Backward products that stay dense because that is as fast: their operand is then not pruned either."""
     output: bool = False
@@ -69,10 +72,25 @@ class SparseProducts:
     """What runs so at present: a recipe may be in a dense phase. Plain attributes, for compilers to guard on."""
     copies: dict[str, Tensor] = field(default_factory=dict)
     """The packed weight for `output` and for `grad_input`."""
-    version: int = -1
-    """Of the weight, when it was packed."""
+    packed_from: tuple[int, int] | None = None
+    """Address and version of the weight when it was packed."""
+    judged_dtype: torch.dtype | None = None
+    """The type that the reasons are for."""
     met_dtype: torch.dtype | None = None
-    """A type in which the layer was called and that the copies do not have."""
+    """Another type in which the layer was called."""
+    misses_layout: bool = False
+    """A convolution was called with an input that is not in channels_last memory format."""
+
+    def __post_init__(self) -> None:
+        self.judged_dtype = self.dtype
+
+    def is_fresh(self, weight: Tensor) -> bool:
+        """The copies are of this weight as it is. What changes it behind torch's back (``.data``, a fused optimizer) goes
+        unseen here."""
+        return self.packed_from == (weight.data_ptr(), weight._version)
+
+    def note_packed(self, weight: Tensor) -> None:
+        self.packed_from = (weight.data_ptr(), weight._version)
 
     def set_active(self, products: tuple[str, ...]) -> None:
         self.output, self.grad_input, self.grad_weight = (p in products and self.reasons.get(p, "") is None for p in PRODUCTS)
@@ -94,7 +112,7 @@ class SparseProducts:
         wants_backward = self.grad_input and not recipe.prunes_channels
         forward = self._copy(OUTPUT, stored) if self.output else None
         backward = self._copy(GRAD_INPUT, stored) if wants_backward else None
-        self.version = weight._version
+        self.note_packed(weight)
         if forward is None and backward is None:
             return
         packing, order = recipe.packing, recipe.row_order(state)

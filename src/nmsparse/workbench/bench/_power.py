@@ -7,6 +7,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+import torch
+
 PERIOD_MS = 50
 
 
@@ -26,7 +28,9 @@ class PowerMeter:
 
     def __enter__(self) -> PowerMeter:
         fields = "--query-gpu=clocks.sm,power.draw.instant"
-        command = ["nvidia-smi", f"--id={self.device}", fields, "--format=csv,noheader,nounits", f"--loop-ms={PERIOD_MS}"]
+        # by UUID: nvidia-smi does not know which devices are visible here
+        uuid = torch.cuda.get_device_properties(self.device).uuid
+        command = ["nvidia-smi", f"--id=GPU-{uuid}", fields, "--format=csv,noheader,nounits", f"--loop-ms={PERIOD_MS}"]
         try:
             self.process: subprocess.Popen[str] | None = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

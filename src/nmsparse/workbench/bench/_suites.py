@@ -67,6 +67,16 @@ def bench_products(record: Recorder, seconds: float, turns: int, models: list[st
     """Each product with its operand packed already, against the dense product in the same layouts."""
     wanted = {(size, name): p for size in SIZES for name, p in linear_products(*size, TOKENS).items()}
     choices = time_products(wanted.values(), torch.device("cuda"))
+    before = torch.backends.cuda.preferred_blas_library()
+    try:
+        _compare_products(record, seconds, turns, wanted, choices)
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
+
+
+def _compare_products(
+    record: Recorder, seconds: float, turns: int, wanted: dict[tuple[tuple[int, int], str], Product], choices: dict[Product, Any]
+) -> None:
     for ((out_features, in_features), name), product in wanted.items():
         choice = choices[product]
         facts = {"product": name, "out_features": out_features, "in_features": in_features, "tokens": TOKENS}
