@@ -76,7 +76,7 @@ def _prepare_sparse(module: SparseMixin, dtype: torch.dtype) -> None:
     layer = module._nmsparse
     if layer.sparse is None or not module.training:
         return
-    if dtype != layer.sparse.judged_dtype and layer.sparse.met_dtype != dtype:
+    if layer.sparse.has_engine and dtype != layer.sparse.judged_dtype and layer.sparse.met_dtype != dtype:
         layer.sparse.met_dtype = dtype
     if not torch.compiler.is_compiling():  # a compiled graph holds no check; the run's does, before the next update
         layer.refresh_if_stale(module.weight)

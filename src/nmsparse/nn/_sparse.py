@@ -74,6 +74,8 @@ class SparseProducts:
     """The packed weight for `output` and for `grad_input`."""
     packed_from: tuple[int, int] | None = None
     """Address and version of the weight when it was packed."""
+    has_engine: bool = False
+    """The device has sparse tensor cores that we can use, in some type."""
     judged_dtype: torch.dtype | None = None
     """The type that the reasons are for."""
     met_dtype: torch.dtype | None = None
@@ -83,6 +85,7 @@ class SparseProducts:
 
     def __post_init__(self) -> None:
         self.judged_dtype = self.dtype
+        self.has_engine = any(select(SPARSE_MATMUL, dtype, self.device).name for dtype in (torch.bfloat16, torch.float16))
 
     def is_fresh(self, weight: Tensor) -> bool:
         """The copies are of this weight as it is. What changes it behind torch's back (``.data``, a fused optimizer) goes
