@@ -89,7 +89,7 @@ def test_imports_point_down() -> None:
     from pathlib import Path
 
     order = {"pattern": 0, "functional": 1, "recipes": 2, "kernels": 2, "nn": 3, "optim": 3, "_update": 4, "_saved": 4}
-    order |= {"_tensor_cores": 5, "run": 6, "plan": 7, "__init__": 8, "workbench": 9, "cli": 10, "__main__": 11}
+    order |= {"_tensor_cores": 5, "run": 6, "plan": 7, "checkpoint": 7, "__init__": 8, "workbench": 9, "cli": 10, "__main__": 11}
     root = Path(nm.__file__).parent
     for file in root.rglob("*.py"):
         room = file.relative_to(root).parts[0].removesuffix(".py")

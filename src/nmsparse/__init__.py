@@ -7,6 +7,7 @@
 """
 
 from nmsparse import functional
+from nmsparse.checkpoint import load, save, verify
 from nmsparse.nn import SparseConv2d, SparseLinear, densify_, effective_weight, freeze_
 from nmsparse.optim import StepAdamW
 from nmsparse.pattern import Pattern
@@ -60,10 +61,13 @@ __all__ = [
     "effective_weight",
     "freeze_",
     "functional",
+    "load",
     "plan",
     "recipe",
     "recipe_info",
     "recipes",
     "register_recipe",
+    "save",
     "sparsify_",
+    "verify",
 ]

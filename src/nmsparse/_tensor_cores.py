@@ -128,7 +128,8 @@ class TensorCores:
     def _packing(self, layers: Sequence[LayerHandle]) -> None:
         by_device: dict[torch.device, list[LayerHandle]] = {}
         for handle in layers:
-            if handle.layer.sparse is not None and handle.layer.sparse.is_active:
+            sparse = handle.layer.sparse
+            if sparse is not None and (sparse.output or (sparse.grad_input and not self.recipe.prunes_channels)):
                 by_device.setdefault(handle.parameter.device, []).append(handle)
         for device, handles in by_device.items():
             # by the first layer as well: each optimizer packs its own

@@ -139,6 +139,30 @@ def bench(
     run_suites(chosen, Recorder(output, lambda row: typer.echo(show(row))), seconds, turns, shapes)
 
 
+@app.command()
+def verify(
+    path: Annotated[Path, typer.Argument(help="A .safetensors file, or a folder with one or more.")],
+    pattern: Annotated[str | None, typer.Option(help="N:M to check; by default what sparsity.json says, else 2:4.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False,
+) -> None:
+    """Check the pattern of every sparse tensor in a checkpoint. Exits with 1 where one is violated, with 2 on a broken file."""
+    try:
+        report = nm.verify(path, pattern)
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        for tensor in report.tensors:
+            broken = f"{tensor.violations} of {tensor.groups} groups broken"
+            typer.echo(f"{tensor.status:9} {tensor.pattern:6} density {tensor.density:.4f}  {broken:32} {tensor.name}")
+        counts = {status: sum(t.status == status for t in report.tensors) for status in ("ok", "violated", "dense")}
+        typer.echo(f"{report.path}: " + ", ".join(f"{count} {status}" for status, count in counts.items()))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """Entry point of the ``nmsparse`` script."""
     app()

@@ -5,7 +5,16 @@ from typing import Any
 from nmsparse.nn._compiled import fast
 from nmsparse.nn._convert import RemovedWithSparsity, SparseModule, convert_, densify_, freeze_, layer_sizes, sparse_modules
 from nmsparse.nn._layer import Layer
-from nmsparse.nn._modules import SparseConv2d, SparseLinear, SparseMixin, effective_weight, layer_of, sparse_class
+from nmsparse.nn._modules import (
+    SparseConv2d,
+    SparseLinear,
+    SparseMixin,
+    effective_weight,
+    final_weight,
+    grouped_dim,
+    layer_of,
+    sparse_class,
+)
 from nmsparse.nn._permute import Permuted, permute_channels_
 from nmsparse.nn._sparse import SparseProducts, obstacles
 from nmsparse.nn._targets import Targets
@@ -25,7 +34,9 @@ __all__ = [
     "densify_",
     "effective_weight",
     "fast",
+    "final_weight",
     "freeze_",
+    "grouped_dim",
     "layer_of",
     "layer_sizes",
     "obstacles",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nmsparse.functional import hash_integers
 from nmsparse.nn._layer import Layer
-from nmsparse.nn._modules import SparseMixin, dense_class, sparse_class
+from nmsparse.nn._modules import SparseMixin, dense_class, final_weight, sparse_class
 from nmsparse.nn._permute import Permuted, permute_channels_
 from nmsparse.nn._products import wide
 from nmsparse.nn._targets import Targets, select
@@ -197,8 +197,7 @@ def freeze_(model: nn.Module) -> nn.Module:
     """Bake the final pattern: exact zeros (+0.0) in the weights, plain modules again. Returns the model."""
     for _, module in sparse_modules(model):
         layer = module._nmsparse
-        view = module.view_weight(module.weight.detach())
-        view.copy_(layer.recipe.final_weight(wide(view), layer.state) + 0.0)  # -0.0 + 0.0 is +0.0
+        module.weight.copy_(final_weight(module))
         if layer.permuted is not None:  # undoing the new order would break the pattern just baked
             layer.permuted.moves.clear()
     _strip(model)

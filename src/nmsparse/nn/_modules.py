@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nmsparse.nn._conv1d import is_hf_conv1d
 from nmsparse.nn._layer import Layer
-from nmsparse.nn._products import ConvProducts, LinearProducts, forward_weight
+from nmsparse.nn._products import ConvProducts, LinearProducts, forward_weight, wide
 
 
 class SparseMixin:
@@ -181,6 +181,24 @@ def layer_of(module: nn.Module) -> Layer:
     if not isinstance(module, SparseMixin):
         raise TypeError(f"{type(module).__name__} is not a sparse layer; convert the model with nmsparse.sparsify_ first.")
     return module._nmsparse
+
+
+@torch.no_grad()
+def final_weight(module: nn.Module) -> Tensor:
+    """What ``freeze_`` would bake: the weight under the final, hard pattern, in its own shape and dtype, zeros as +0.0."""
+    layer, weight = layer_of(module), cast(Tensor, module.weight).detach()
+    mixin = cast(SparseMixin, module)
+    out = torch.empty_like(weight)
+    mixin.view_weight(out).copy_(layer.recipe.final_weight(wide(mixin.view_weight(weight)), layer.state) + 0.0)
+    return out
+
+
+def grouped_dim(module: nn.Module) -> int | None:
+    """The dim of a layer's weight along which its groups run; None for layers that cannot be sparse."""
+    kind = dense_class(type(module)) if isinstance(module, SparseMixin) else type(module)
+    if kind is nn.Linear or kind is nn.Conv2d:
+        return 1
+    return 0 if is_hf_conv1d(kind) else None
 
 
 @torch.no_grad()

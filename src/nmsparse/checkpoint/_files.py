@@ -1,0 +1,106 @@
+"""Tensors of a safetensors file or folder, sharded or not, read lazily and without trust."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nmsparse.checkpoint._format import INDEX, SPARSITY, Layout
+
+LARGEST_JSON = 64 << 20
+"""Bytes of an index or sparsity.json that we are willing to parse."""
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file that anybody may have written."""
+    try:
+        if path.stat().st_size > LARGEST_JSON:
+            raise ValueError(f"it is larger than {LARGEST_JSON >> 20} MiB")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON ({error}).") from error
+
+
+def _shards(path: Path) -> list[Path]:
+    """The files that hold the tensors."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ValueError(f"{path} does not exist: give a .safetensors file or a folder with some.")
+    if (path / INDEX).exists():
+        index = read_json(path / INDEX)
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError(f"{path / INDEX} has no weight_map of tensor names to file names.")
+        names = sorted(set(weight_map.values()))
+        for name in names:
+            if name in ("", ".", "..") or Path(name).name != name or "\\" in name or "\0" in name:
+                raise ValueError(f"{path / INDEX} points to {name!r}, which is no plain file name beside it; it is not followed.")
+        return [path / name for name in names]
+    found = sorted(path.glob("*.safetensors"))
+    if not found:
+        raise ValueError(f"{path} holds no .safetensors file.")
+    return found
+
+
+class TensorFiles:
+    """An open checkpoint: tensor names, their slices, and what sparsity.json says. A context manager."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._stack = ExitStack()
+        self._where: dict[str, Any] = {}
+        for shard in _shards(self.path):
+            try:
+                opened = self._stack.enter_context(safe_open(shard, framework="pt"))
+                names = list(opened.keys())
+            except (SafetensorError, OSError, ValueError) as error:
+                self._stack.close()
+                raise ValueError(f"{shard} is not a readable safetensors file ({error}).") from error
+            twice = next((name for name in names if name in self._where), None)
+            if twice is not None:
+                self._stack.close()
+                raise ValueError(f"{self.path}: tensor {twice!r} is in two files, so which one counts is not clear.")
+            self._where |= dict.fromkeys(names, opened)
+        self.layouts, self.recipe, self.format = self._read_sparsity()
+
+    def _read_sparsity(self) -> tuple[dict[str, Layout], dict[str, Any] | None, str | None]:
+        file = (self.path if self.path.is_dir() else self.path.parent) / SPARSITY
+        if not file.exists() or not self.path.is_dir():
+            return {}, None, None
+        saved = read_json(file)
+        if not isinstance(saved, dict) or not isinstance(saved.get("tensors"), dict):
+            raise ValueError(f"{file} does not describe tensors; it was not written by nmsparse.save.")
+        if saved.get("version") != 1:
+            raise ValueError(f"{file} has version {saved.get('version')!r}; this nmsparse reads version 1.")
+        layouts = {name: Layout.read(name, entry) for name, entry in saved["tensors"].items()}
+        return layouts, saved.get("recipe"), saved.get("format")
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._where)
+
+    def tensor(self, name: str) -> Tensor:
+        try:
+            found: Tensor = self._where[name].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{self.path}: tensor {name!r} cannot be read ({error}).") from error
+        return found
+
+    def slice(self, name: str) -> Any:
+        """A lazy view: ``get_shape()``, ``get_dtype()``, and rows by indexing."""
+        return self._where[name].get_slice(name)

@@ -1,0 +1,100 @@
+"""What is written: the packed form of a tensor, and sparsity.json beside the weights.
+
+A tensor ``k`` of shape S that is N:M along one dim is stored as two:
+
+    k.nm_values    its N kept entries of every group, in the dtype of the tensor, groups in the order of the tensor with that
+                   dim moved to the end
+    k.nm_indices   their positions inside the group, ceil(log2 M) bits each, the first in the lowest bits of the first byte
+
+At 2:4 that is 9/16 of the bytes in bf16 or fp16. ``sparsity.json`` names, for every such tensor, pattern, dim, shape and dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nmsparse.functional import pack, unpack
+from nmsparse.pattern import Pattern
+
+VERSION = 1
+VALUES, INDICES = ".nm_values", ".nm_indices"
+SPARSITY, WEIGHTS, INDEX = "sparsity.json", "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor is sparse: N of every M entries along a dim."""
+
+    pattern: str
+    dim: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, tensor: Tensor, pattern: Pattern, dim: int) -> Layout:
+        return cls(str(pattern), dim, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+    @classmethod
+    def read(cls, name: str, saved: Any) -> Layout:
+        """From sparsity.json, which anybody may have written."""
+        try:
+            shape = tuple(saved["shape"])
+            dim, dtype = saved["dim"], saved["dtype"]
+            if not all(isinstance(size, int) and size >= 0 for size in shape) or not isinstance(dim, int):
+                raise ValueError("shape and dim are integers")
+            if not -len(shape) <= dim < len(shape) or not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+                raise ValueError("its dim or dtype does not exist")
+            return cls(str(Pattern(saved["pattern"])), dim, shape, dtype)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{SPARSITY}: the entry of {name!r} makes no sense ({error}).") from error
+
+
+def index_bits(pattern: Pattern) -> int:
+    """Bits of a position inside a group."""
+    return max(1, (pattern.m - 1).bit_length())
+
+
+def pack_tensor(tensor: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Values and index bytes of an N:M tensor."""
+    pattern = Pattern(layout.pattern)
+    values, positions = pack(tensor.movedim(layout.dim, -1).contiguous(), pattern)
+    bits = index_bits(pattern)
+    planes = (positions.flatten().to(torch.int32)[:, None] >> torch.arange(bits)) & 1
+    flat = torch.nn.functional.pad(planes.flatten(), (0, -planes.numel() % 8)).view(-1, 8)
+    return values.flatten(), (flat << torch.arange(8)).sum(1).to(torch.uint8)
+
+
+def packed_sizes(layout: Layout) -> tuple[int, int]:
+    """Entries of values and bytes of indices."""
+    pattern = Pattern(layout.pattern)
+    count = 1
+    for size in layout.shape:
+        count *= size
+    kept = count // pattern.m * pattern.n
+    return kept, -(-kept * index_bits(pattern) // 8)
+
+
+def unpack_tensor(values: Tensor, indices: Tensor, layout: Layout, name: str) -> Tensor:
+    """Undo :func:`pack_tensor`, bit for bit; sizes and positions are checked."""
+    pattern = Pattern(layout.pattern)
+    kept, index_bytes = packed_sizes(layout)
+    if values.numel() != kept or indices.numel() != index_bytes or indices.dtype != torch.uint8:
+        raise ValueError(
+            f"{name}: a {layout.pattern} tensor of shape {layout.shape} takes {kept} values and {index_bytes} index bytes, the "
+            f"file has {values.numel()} and {indices.numel()}."
+        )
+    bits = index_bits(pattern)
+    planes = ((indices[:, None].to(torch.int32) >> torch.arange(8)) & 1).flatten()[: kept * bits].view(kept, bits)
+    positions = (planes << torch.arange(bits)).sum(1)
+    shape = list(layout.shape)
+    size = shape.pop(layout.dim)
+    moved = [*shape, size // pattern.m * pattern.n]
+    try:
+        dense = unpack(values.view(moved), positions.to(torch.int16).view(moved), pattern)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return dense.movedim(-1, layout.dim).contiguous()

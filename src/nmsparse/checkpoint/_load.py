@@ -1,0 +1,72 @@
+"""Read a model back: dense or packed, into a plain or a sparsified model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from nmsparse.checkpoint._files import TensorFiles, read_json
+from nmsparse.checkpoint._format import INDICES, SPARSITY, VALUES, unpack_tensor
+from nmsparse.nn import sparse_modules
+
+
+@torch.no_grad()
+def load(model: nn.Module, path: str | Path) -> nn.Module:
+    """Read what :func:`save` wrote (or any safetensors checkpoint with this model's keys) into a model; return it.
+
+    Tensors are read one at a time from memory-mapped files. Names and shapes are checked before anything is written.
+    """
+    own = model.state_dict(keep_vars=True)
+    with TensorFiles(path) as files:
+        sources = _match(own, files)
+        for name, source in sources.items():
+            own[name].copy_(_read(files, source).to(own[name].dtype))
+    _refresh(model)
+    return model
+
+
+def _match(own: dict[str, Tensor], files: TensorFiles) -> dict[str, str]:
+    """For each tensor of the model, the name under which the checkpoint has it."""
+    shared = _shared(files.path)
+    packed = {name for name in files.layouts if name + VALUES in files}
+    present = {name for name in files.names if not name.endswith((VALUES, INDICES))} | packed
+    sources = {name: shared.get(name, name) for name in own}
+    missing = sorted(name for name, source in sources.items() if source not in present)
+    odd = sorted(present - set(sources.values()))
+    if missing or odd:
+        what = [f"lacks {', '.join(missing[:4])}"] if missing else []
+        what += [f"has {', '.join(odd[:4])} besides"] if odd else []
+        raise ValueError(f"{files.path} does not fit this {len(own)}-tensor model: it {' and '.join(what)}.")
+    for name, source in sources.items():
+        shape = files.layouts[source].shape if source in packed else tuple(files.slice(source).get_shape())
+        if tuple(own[name].shape) != shape:
+            raise ValueError(
+                f"{files.path}: {name} has shape {shape}, the model's is {tuple(own[name].shape)}; nothing was loaded."
+            )
+    return sources
+
+
+def _shared(path: Path) -> dict[str, str]:
+    file = path / SPARSITY
+    if not path.is_dir() or not file.exists():
+        return {}
+    shared = read_json(file).get("shared", {})
+    if not isinstance(shared, dict) or not all(isinstance(name, str) for name in shared.values()):
+        raise ValueError(f"{file}: shared tensors are names of names.")
+    return shared
+
+
+def _read(files: TensorFiles, name: str) -> Tensor:
+    if name + VALUES not in files:
+        return files.tensor(name)
+    if name + INDICES not in files:
+        raise ValueError(f"{files.path}: {name} has values but no indices.")
+    return unpack_tensor(files.tensor(name + VALUES), files.tensor(name + INDICES), files.layouts[name], name)
+
+
+def _refresh(model: nn.Module) -> None:
+    """A sparsified model may hold packed copies of what was just replaced."""
+    for _, module in sparse_modules(model):
+        module._nmsparse.refresh(module.weight)

@@ -1,0 +1,128 @@
+"""Does a checkpoint keep its pattern? Any safetensors file or folder, ours or not, read in pieces."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nmsparse.checkpoint._files import TensorFiles
+from nmsparse.checkpoint._format import INDICES, VALUES, unpack_tensor
+from nmsparse.functional import violations
+from nmsparse.pattern import Pattern
+
+PIECE = 1 << 24
+"""Entries looked at together."""
+FLOATS = {"F64", "F32", "F16", "BF16"}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One tensor: how much of it is there, and how many groups break the pattern."""
+
+    name: str
+    shape: tuple[int, ...]
+    pattern: str
+    dim: int
+    density: float
+    groups: int
+    violations: int
+    status: str
+    """"ok", "violated", or "dense": nothing says that it should be sparse, and most of its groups are full."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`verify` found."""
+
+    path: str
+    format: str | None
+    tensors: list[Checked]
+    skipped: dict[str, str]
+
+    @property
+    def ok(self) -> bool:
+        return all(tensor.status != "violated" for tensor in self.tensors)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ok": self.ok}
+
+
+def verify(path: str | Path, pattern: str | Pattern | None = None) -> Report:
+    """Count density and violated groups of every sparse tensor in a safetensors file or folder.
+
+    With ``sparsity.json`` beside it, what that names is checked. Without, every matrix (groups along its last dim) and every
+    convolution (along its input channels) is compared with ``pattern`` (default "2:4"); a tensor of which fewer than half of the
+    groups obey is taken for dense, not for violated.
+    """
+    with TensorFiles(path) as files:
+        if files.layouts and pattern is None:
+            wanted = {name: (Pattern(layout.pattern), layout.dim) for name, layout in files.layouts.items()}
+            missing = [name for name in wanted if name not in files and name + VALUES not in files]
+            if missing:
+                raise ValueError(f"{files.path}: sparsity.json names {missing[0]!r}, which the weights do not hold.")
+            checked = [_check(files, name, *how, claimed=True) for name, how in wanted.items()]
+            return Report(str(path), files.format, checked, {})
+        return _verify_all(files, Pattern("2:4" if pattern is None else pattern))
+
+
+def _verify_all(files: TensorFiles, pattern: Pattern) -> Report:
+    checked: list[Checked] = []
+    skipped: dict[str, str] = {}
+    for name in files.names:
+        if name.endswith(INDICES):
+            continue
+        plain = name.removesuffix(VALUES)
+        if plain != name and plain in files.layouts:
+            checked.append(_check(files, plain, pattern, files.layouts[plain].dim, claimed=False))
+            continue
+        found = files.slice(name)
+        shape = tuple(found.get_shape())
+        dim = 1 if len(shape) == 4 else len(shape) - 1
+        if found.get_dtype() not in FLOATS or len(shape) < 2:
+            skipped[name] = f"{found.get_dtype()} of shape {shape} is no weight matrix"
+        elif shape[dim] % pattern.m:
+            skipped[name] = f"size {shape[dim]} along dim {dim} is not a multiple of {pattern.m}"
+        else:
+            checked.append(_check(files, name, pattern, dim, claimed=False))
+    return Report(str(files.path), files.format, checked, skipped)
+
+
+def _check(files: TensorFiles, name: str, pattern: Pattern, dim: int, claimed: bool) -> Checked:
+    shape, pieces = _pieces(files, name, dim)
+    if shape[dim] % pattern.m:
+        raise ValueError(f"{files.path}: {name} has size {shape[dim]} along dim {dim}, which {pattern} does not divide.")
+    entries = non_zero = broken = 0
+    for piece in pieces:
+        entries += piece.numel()
+        non_zero += int((piece != 0).sum())
+        broken += int(violations(piece, pattern, dim))
+    groups = entries // pattern.m
+    status = "ok" if not broken else "violated" if claimed or 2 * broken <= groups else "dense"
+    return Checked(name, shape, str(pattern), dim, non_zero / max(entries, 1), groups, broken, status)
+
+
+def _pieces(files: TensorFiles, name: str, dim: int) -> tuple[tuple[int, ...], Any]:
+    """The shape of a tensor, and parts of it that cut no group."""
+    if name in files.layouts and name + VALUES in files:
+        layout = files.layouts[name]
+        if name + INDICES not in files:
+            raise ValueError(f"{files.path}: {name} has values but no indices.")
+        whole = unpack_tensor(files.tensor(name + VALUES), files.tensor(name + INDICES), layout, name)
+        return layout.shape, iter([whole])
+    found = files.slice(name)
+    shape = tuple(found.get_shape())
+    if dim % len(shape) == 0:  # groups run along the rows that pieces would be cut from
+        return shape, iter([files.tensor(name)])
+    return shape, _rows(found, shape)
+
+
+def _rows(found: Any, shape: tuple[int, ...]) -> Any:
+    per_row = max(1, torch.Size(shape[1:]).numel())
+    step = max(1, PIECE // per_row)
+    for start in range(0, shape[0], step):
+        rows: Tensor = found[start : start + step]
+        yield rows
