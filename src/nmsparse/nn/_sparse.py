@@ -88,9 +88,10 @@ class SparseProducts:
         self.has_engine = any(select(SPARSE_MATMUL, dtype, self.device).name for dtype in (torch.bfloat16, torch.float16))
 
     def is_fresh(self, weight: Tensor) -> bool:
-        """The copies are of this weight as it is. What changes it behind torch's back (``.data``, a fused optimizer) goes
-        unseen here."""
-        return self.packed_from == (weight.data_ptr(), weight._version)
+        """The copies in use are of this weight as it is. What changes it behind torch's back (``.data``, a fused optimizer)
+        goes unseen here."""
+        in_use = self.output or (self.grad_input and GRAD_INPUT in self.copies)
+        return not in_use or self.packed_from == (weight.data_ptr(), weight._version)
 
     def note_packed(self, weight: Tensor) -> None:
         self.packed_from = (weight.data_ptr(), weight._version)
