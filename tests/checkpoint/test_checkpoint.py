@@ -138,6 +138,23 @@ def test_tied_weights_are_written_once_and_come_back_tied(tmp_path: Path) -> Non
     assert torch.equal(loaded["head"].weight, net["embed"].weight)
 
 
+@pytest.mark.parametrize("form", ["dense", "packed"])
+def test_large_models_are_sharded_with_an_index_and_saved_again_in_one_file(form: Any, tmp_path: Path) -> None:
+    net = sparse()
+    nm.save(net, tmp_path, form, shard_bytes=10_000)
+    files = sorted(file.name for file in tmp_path.glob("*.safetensors"))
+    assert len(files) > 1
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert sorted(set(index["weight_map"].values())) == files
+    assert nm.verify(tmp_path).ok
+    expected = frozen(sparse())
+    loaded = nm.load(model(), tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+    nm.save(net, tmp_path, form)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model.safetensors", "sparsity.json"]
+    assert nm.verify(tmp_path).ok
+
+
 def test_a_checkpoint_that_does_not_fit_loads_nothing(tmp_path: Path) -> None:
     nm.save(sparse(), tmp_path)
     other = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64, bias=False))

@@ -29,7 +29,7 @@ class PowerMeter:
     def __enter__(self) -> PowerMeter:
         fields = "--query-gpu=clocks.sm,power.draw.instant"
         # by UUID: nvidia-smi does not know which devices are visible here
-        uuid = torch.cuda.get_device_properties(self.device).uuid
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid).removeprefix("GPU-")
         command = ["nvidia-smi", f"--id=GPU-{uuid}", fields, "--format=csv,noheader,nounits", f"--loop-ms={PERIOD_MS}"]
         try:
             self.process: subprocess.Popen[str] | None = subprocess.Popen(
