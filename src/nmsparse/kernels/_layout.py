@@ -23,7 +23,6 @@ from torch import Tensor
 
 Major = Literal["k", "m"]
 ATOM_ROWS, ATOM_COLUMNS = 64, 32
-DTYPES = (torch.bfloat16, torch.float16)
 
 
 def misfit(m: int, k: int) -> str | None:
