@@ -5,14 +5,17 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 TORCH  := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: help setup test demo lint format test-gpu bench clean
+JOBS   ?= 4
+
+.PHONY: help setup test demo lint format test-gpu bench bench-gpu clean
 
 help:
 	@echo "make demo      train a small transformer, dense beside s-ste, on this machine's CPU (under three minutes)"
 	@echo "make test      run the tests (CPU)"
 	@echo "make lint      ruff and pyrefly"
-	@echo "make test-gpu  run the tests that need a CUDA GPU, with the Python in PATH"
-	@echo "make bench     measure what each recipe costs in emulation"
+	@echo "make test-gpu  run the tests that need a CUDA GPU, with the Python in PATH, in JOBS=4 processes"
+	@echo "make bench     measure what each recipe costs in emulation, on this CPU"
+	@echo "make bench-gpu measure kernels, products, layers and steps on this GPU, and write the README's tables"
 
 setup: $(VENV)/.ready
 
@@ -40,7 +43,12 @@ format: setup
 
 # The GPU machine brings its own torch: use the Python in PATH, not the virtual environment.
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu -p no:cacheprovider -o addopts=-ra -W ignore::pytest.PytestConfigWarning
+	PYTHONPATH=src:tests $(PYTHON) tests/gpu/parallel.py $(JOBS)
+
+bench-gpu:
+	PYTHONPATH=src $(PYTHON) -m nmsparse bench --output benchmarks/results/bench.jsonl
+	PYTHONPATH=src $(PYTHON) benchmarks/overhead.py --device cuda
+	$(PYTHON) benchmarks/table.py --write
 
 bench: setup
 	$(BIN)/python benchmarks/overhead.py
