@@ -185,3 +185,8 @@ def test_table_groups_equal_layers_and_json_holds_everything(times: Times) -> No
     made = nm.plan(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 8)), nm.Trio("2:4"), tokens=256)
     assert "0 and 2 more" in str(made)
     assert set(json.loads(made.to_json())["layers"]) == {"0", "1", "2"}
+
+
+def test_a_path_in_place_of_a_plan_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"plan is what nmsparse.plan\(...\) returns or nmsparse.Plan.load"):
+        nm.sparsify_(model(), nm.STE("2:4"), plan="plan.json")

@@ -26,6 +26,9 @@ SPARSE = "sparse"
 class Verdict(Protocol):
     """Says which products pay."""
 
+    def check(self, recipe: Recipe) -> None:
+        """Raise where it was made for another recipe."""
+
     def unprofitable(self, name: str, product: str, out_features: int, in_features: int) -> str | None:
         """Why a product of a layer should stay dense although it could be sparse; None if it should be sparse."""
 
@@ -41,7 +44,11 @@ class Rule:
     INPUTS_FOR_GRADIENTS = 2048
 
     def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
         self.packs_gradient = {GRAD_WEIGHT, GRAD_INPUT} if recipe.prunes_channels else {GRAD_WEIGHT}
+
+    def check(self, recipe: Recipe) -> None:
+        assert recipe == self.recipe, "a rule is made where it is used"
 
     def unprofitable(self, name: str, product: str, out_features: int, in_features: int) -> str | None:
         if min(out_features, in_features) < self.FEATURES:
@@ -59,8 +66,8 @@ def _tell_once(reason: str) -> None:
 
 
 class PackingGraph:
-    """Packs the weights of many layers. From the second time on it replays a CUDA graph: with small layers, launching one
-    kernel after another takes longer than the kernels.
+    """Packs the weights of many layers. Once nothing moves from one time to the next it replays a CUDA graph: with small
+    layers, launching one kernel after another takes longer than the kernels.
 
     A graph is made anew where anything it has captured moves: a weight, a mask, a copy, a phase of the recipe.
     """

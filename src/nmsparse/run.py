@@ -55,9 +55,10 @@ def sparsify_(
         raise TypeError(
             f'recipe must be a recipe such as nmsparse.SSTE("2:4") or nmsparse.recipe("s-ste", "2:4"), got {recipe!r}.'
         )
-    check = getattr(plan, "check", None)
-    if check is not None:
-        check(recipe)
+    if plan is not None:
+        if not hasattr(plan, "unprofitable"):
+            raise TypeError(f"plan is what nmsparse.plan(...) returns or nmsparse.Plan.load(...) reads, got {plan!r}.")
+        plan.check(recipe)
     modules, skipped, permuted = convert_(model, recipe, targets, exclude, seed)
     return Run(model, recipe, modules, skipped, permuted, seed, None if emulate else plan or Rule(recipe))
 

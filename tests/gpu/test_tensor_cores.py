@@ -378,6 +378,31 @@ def test_micro_batches_accumulate_as_one_batch() -> None:
     assert float((grads[0] - grads[1]).norm() / grads[0].norm()) < 1e-2  # dW is rounded to bf16 once per micro-batch
 
 
+@pytest.mark.usefixtures("every_size_pays")
+def test_pointwise_convolutions_train_as_the_emulation_does() -> None:
+    results = []
+    for emulate in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(64, 128, 1), nn.GELU(), nn.Conv2d(128, 64, 1, bias=False), nn.Conv2d(64, 8, 3))
+        model = model.cuda().to(memory_format=torch.channels_last)
+        run = nm.sparsify_(model, nm.Trio("2:4"), targets=["0", "2"], emulate=emulate)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        run.attach(optimizer)
+        x = torch.randn(4, 64, 9, 7, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+        x = x.to(memory_format=torch.channels_last)
+        losses = []
+        for _ in range(6):
+            with torch.autocast("cuda", BF16):
+                loss = (model(x).float() - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        results.append(losses)
+        assert emulate or run.products["0"]["output"] == "sparse"
+    assert results[0] == pytest.approx(results[1], rel=3e-2)
+
+
 def test_a_plan_is_measured_saved_and_obeyed(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2048, 4096), nn.GELU(), nn.Linear(4096, 2048), nn.Linear(2048, 8)).cuda()

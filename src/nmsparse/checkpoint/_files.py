@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nmsparse.checkpoint._format import INDEX, SPARSITY, Layout
+from nmsparse.checkpoint._format import INDEX, SPARSITY, VERSION, Layout
 
 LARGEST_JSON = 64 << 20
 """Bytes of an index or sparsity.json that we are willing to parse."""
@@ -67,19 +67,24 @@ class TensorFiles:
                 self._stack.close()
                 raise ValueError(f"{self.path}: tensor {twice!r} is in two files, so which one counts is not clear.")
             self._where |= dict.fromkeys(names, opened)
-        self.layouts, self.recipe, self.format = self._read_sparsity()
+        self.layouts: dict[str, Layout] = {}
+        self.shared: dict[str, str] = {}
+        """Names of tied tensors that are not stored, to the name under which they are."""
+        self.format: str | None = None
+        if self.path.is_dir() and (self.path / SPARSITY).exists():
+            self._read_sparsity(self.path / SPARSITY)
 
-    def _read_sparsity(self) -> tuple[dict[str, Layout], dict[str, Any] | None, str | None]:
-        file = (self.path if self.path.is_dir() else self.path.parent) / SPARSITY
-        if not file.exists() or not self.path.is_dir():
-            return {}, None, None
+    def _read_sparsity(self, file: Path) -> None:
         saved = read_json(file)
         if not isinstance(saved, dict) or not isinstance(saved.get("tensors"), dict):
             raise ValueError(f"{file} does not describe tensors; it was not written by nmsparse.save.")
-        if saved.get("version") != 1:
-            raise ValueError(f"{file} has version {saved.get('version')!r}; this nmsparse reads version 1.")
-        layouts = {name: Layout.read(name, entry) for name, entry in saved["tensors"].items()}
-        return layouts, saved.get("recipe"), saved.get("format")
+        if saved.get("version") != VERSION:
+            raise ValueError(f"{file} has version {saved.get('version')!r}; this nmsparse reads version {VERSION}.")
+        shared = saved.get("shared", {})
+        if not isinstance(shared, dict) or not all(isinstance(name, str) for name in shared.values()):
+            raise ValueError(f"{file}: shared maps names to names.")
+        self.layouts = {name: Layout.read(name, entry) for name, entry in saved["tensors"].items()}
+        self.shared, self.format = shared, saved.get("format")
 
     def __enter__(self) -> TensorFiles:
         return self

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from nmsparse.checkpoint._files import TensorFiles, read_json
-from nmsparse.checkpoint._format import INDICES, SPARSITY, VALUES, unpack_tensor
+from nmsparse.checkpoint._files import TensorFiles
+from nmsparse.checkpoint._format import INDICES, VALUES, unpack_tensor
 from nmsparse.nn import sparse_modules
 
 
@@ -29,10 +29,9 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
 
 def _match(own: dict[str, Tensor], files: TensorFiles) -> dict[str, str]:
     """For each tensor of the model, the name under which the checkpoint has it."""
-    shared = _shared(files.path)
     packed = {name for name in files.layouts if name + VALUES in files}
     present = {name for name in files.names if not name.endswith((VALUES, INDICES))} | packed
-    sources = {name: shared.get(name, name) for name in own}
+    sources = {name: files.shared.get(name, name) for name in own}
     missing = sorted(name for name, source in sources.items() if source not in present)
     odd = sorted(present - set(sources.values()))
     if missing or odd:
@@ -46,16 +45,6 @@ def _match(own: dict[str, Tensor], files: TensorFiles) -> dict[str, str]:
                 f"{files.path}: {name} has shape {shape}, the model's is {tuple(own[name].shape)}; nothing was loaded."
             )
     return sources
-
-
-def _shared(path: Path) -> dict[str, str]:
-    file = path / SPARSITY
-    if not path.is_dir() or not file.exists():
-        return {}
-    shared = read_json(file).get("shared", {})
-    if not isinstance(shared, dict) or not all(isinstance(name, str) for name in shared.values()):
-        raise ValueError(f"{file}: shared tensors are names of names.")
-    return shared
 
 
 def _read(files: TensorFiles, name: str) -> Tensor:

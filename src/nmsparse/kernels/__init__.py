@@ -10,12 +10,11 @@ from nmsparse.kernels._dispatch import (
     time_products,
     transposable_kernel,
 )
-from nmsparse.kernels._layout import misfit, packed_size
+from nmsparse.kernels._layout import misfit, packed_size, padded
 from nmsparse.kernels._ops import (
     pack_gradient,
     pack_sparse,
     pack_weight_,
-    padded,
     sampled_grad_weight,
     sparse_matmul,
     trusts_layout,

@@ -32,6 +32,11 @@ def misfit(m: int, k: int) -> str | None:
     return None
 
 
+def padded(tokens: int, multiple: int = ATOM_ROWS) -> int:
+    """Tokens with those that fill the last atom of the layout, whichever side they are on."""
+    return -(-tokens // multiple) * multiple
+
+
 def packed_size(m: int, k: int) -> int:
     """Entries (of 16 bits) of a packed m x k operand."""
     return m * k // 2 + m * k // 16

@@ -15,17 +15,10 @@ from torch import Tensor
 
 from nmsparse.functional import counter_uniform_grid, magnitude_mask, mvue, soft_threshold
 from nmsparse.kernels._cusparselt import Product
-from nmsparse.kernels._layout import compress, decompress, packed_size
+from nmsparse.kernels._layout import ATOM_ROWS, compress, decompress, packed_size, padded
 
-TOKENS = 64
-"""Tokens are padded to this multiple where they are packed: the layout's atom, whichever side they are on."""
 DENSE_ROWS = 8
 """Tokens of a dense 16-bit operand come in multiples of this."""
-
-
-def padded(tokens: int, multiple: int = TOKENS) -> int:
-    """Tokens with those that fill the last atom of the layout."""
-    return -(-tokens // multiple) * multiple
 
 
 # ---- D = A @ B with a packed A ----
@@ -77,7 +70,7 @@ def _check_operands(packed: Tensor, dense: Tensor, m: int, k: int, b_transposed:
             f"on {packed.device} and {dense.dtype} on {dense.device}; call the layer under torch.autocast, or cast its input."
         )
     missing = k - dense.shape[0]
-    if (dense.shape[1] != k) if b_transposed else not 0 <= missing < max(TOKENS, 1):
+    if (dense.shape[1] != k) if b_transposed else not 0 <= missing < ATOM_ROWS:
         raise RuntimeError(f"a packed {m} x {k} operand cannot be multiplied with an operand of shape {tuple(dense.shape)}.")
     if packed.shape[0] != packed_size(m, k):
         raise RuntimeError(f"{packed.shape[0]} packed entries are no {m} x {k} operand, which takes {packed_size(m, k)}.")

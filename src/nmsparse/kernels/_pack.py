@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nmsparse.kernels._layout import packed_size
+from nmsparse.kernels._layout import packed_size, padded
 
 TILE_ROWS = 32
 
@@ -440,11 +440,6 @@ def pack_weight(
             EMIT_M=along_rows is not None, EMIT_K=along_columns is not None,
             KIND=KINDS[some.dtype], COLUMNS=wide, num_warps=warps,
         )  # fmt: skip
-
-
-def padded(tokens: int) -> int:
-    """Tokens with those that fill the last atom of the layout."""
-    return -(-tokens // 64) * 64
 
 
 def pack_gradient(

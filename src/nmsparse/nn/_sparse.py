@@ -48,10 +48,9 @@ def obstacles(
     if recipe.prunes_channels:
         sizes[GRAD_INPUT] = (64, out_features)  # G itself is packed, whatever the number of tokens
     reasons = {product: general or dense.get(product) or misfit(*sizes[product]) for product in recipe.sparse_products}
-    if reasons.get(GRAD_WEIGHT, "") is None and in_features % 8:
-        reasons[GRAD_WEIGHT] = f"in_features = {in_features} is not a multiple of 8"
-    if recipe.prunes_channels and reasons.get(GRAD_INPUT, "") is None and in_features % 8:
-        reasons[GRAD_INPUT] = f"in_features = {in_features} is not a multiple of 8"
+    for product in (GRAD_WEIGHT, GRAD_INPUT) if recipe.prunes_channels else (GRAD_WEIGHT,):
+        if in_features % 8 and reasons.get(product, "") is None:  # where G is packed, inputs are a side of the dense operand
+            reasons[product] = f"in_features = {in_features} is not a multiple of 8"
     return reasons
 
 
@@ -123,15 +122,12 @@ class SparseProducts:
         if packing is None or (order is not None and wants_backward):
             self._pack_projected(stored, recipe, state, forward, backward, order)
             return
+        mask = None if packing.mask is None else state[packing.mask].flatten(1)
         pack_weight_(
             stored,
             *((backward, forward) if self.is_transposed else (forward, backward)),
             columns_first=not self.is_transposed,
-            mask=None
-            if packing.mask is None
-            else state[packing.mask].t()
-            if self.is_transposed
-            else state[packing.mask].flatten(1),
+            mask=mask.t() if mask is not None and self.is_transposed else mask,
             scale=None if packing.scale is None else state[packing.scale],
         )
 
