@@ -10,7 +10,7 @@ JOBS   ?= 4
 .PHONY: help setup test demo lint format test-gpu bench bench-gpu clean
 
 help:
-	@echo "make demo      train a small transformer, dense beside s-ste, on this machine's CPU (under three minutes)"
+	@echo "make demo      compare four recipes on a small GPT, on this machine's CPU, and write a report (under five minutes)"
 	@echo "make test      run the tests (CPU)"
 	@echo "make lint      ruff and pyrefly"
 	@echo "make test-gpu  run the tests that need a CUDA GPU, with the Python in PATH, in JOBS=4 processes"
@@ -23,14 +23,14 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip --disable-pip-version-check install --quiet --upgrade "pip>=25.1"
 	$(PIP) "$(TORCH)"
-	$(PIP) --editable ".[cli,hf]" --group test --group lint
+	$(PIP) --editable ".[workbench,onnx]" --group test --group lint
 	touch $@
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 demo: setup
-	$(BIN)/python -m nmsparse.workbench.demo
+	$(BIN)/python -m nmsparse compare --seeds 1 --steps 300
 
 lint: setup
 	$(BIN)/ruff check .

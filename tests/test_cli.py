@@ -1,4 +1,4 @@
-"""The command line and the demo, as a new user tries them."""
+"""The command line, as a new user tries it; what trains is in tests/workbench."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import sys
 import pytest
 
 import nmsparse as nm
-from nmsparse.workbench import demo
-from nmsparse.workbench.text import embedded_text
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -31,7 +29,7 @@ def test_recipes_are_listed_as_json() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("nmsparse", "recipes", "--wrong"), ("nmsparse.workbench.demo", "--wrong"), ("nmsparse", "trian")]
+    "arguments", [("nmsparse", "recipes", "--wrong"), ("nmsparse", "train", "--wrong"), ("nmsparse", "trian")]
 )
 def test_wrong_words_exit_with_2_and_say_which(arguments: tuple[str, ...]) -> None:
     result = command(*arguments)
@@ -44,35 +42,6 @@ def test_unknown_recipe_name_exits_with_1() -> None:
     result = command("nmsparse", "recipes", "nothing*")
     assert result.returncode == 1
     assert "no recipe is named 'nothing*'" in result.stderr
-
-
-def test_demo_trains_both_and_reports_what_would_be_shipped(capsys: pytest.CaptureFixture[str]) -> None:
-    demo.main(["--steps", "6", "--json"])
-    dense, sparse = json.loads(capsys.readouterr().out)
-    assert (dense["non_zero"], sparse["non_zero"]) == (1.0, 0.5)
-    assert sparse["groups_broken"] == 0
-    assert 2 < sparse["valid_loss"] < 6
-
-
-def test_demo_prints_plain_lines_and_a_table_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    demo.main(["--steps", "5"])
-    output = capsys.readouterr().out
-    assert "s-ste    step    5 of 5" in output
-    assert "validation loss" in output
-    assert "s-ste 2:4" in output
-
-
-def test_demo_refuses_a_senseless_number_of_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as error:
-        demo.main(["--steps", "0"])
-    assert error.value.code == 2
-    assert "--steps must be at least 1" in capsys.readouterr().err
-
-
-def test_bundled_text_is_whole() -> None:
-    text = embedded_text()
-    assert len(text.train) + len(text.valid) == 1_115_394
-    assert len(text.vocabulary) == 65
 
 
 def test_importing_the_library_needs_torch_and_safetensors_only() -> None:

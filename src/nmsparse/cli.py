@@ -1,12 +1,16 @@
-"""The command line: recipes, plans and benchmarks so far; training, comparing and export come with the workbench."""
+"""The command line: typer commands over the workbench. Exit codes: 0 done, 1 it failed, 2 what was asked for makes no sense."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import nmsparse as nm
 
@@ -14,6 +18,11 @@ try:
     import typer
 except ImportError:
     sys.exit('the command line needs typer and rich: pip install "nmsparse[cli]".')
+
+from nmsparse.workbench.flags import takes_settings
+from nmsparse.workbench.training import TrainConfig
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables and progress.")]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -27,7 +36,7 @@ app = typer.Typer(
 @app.command()
 def recipes(
     pattern: Annotated[str, typer.Argument(help='Names to show, as a glob such as "*-decay".')] = "*",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """List the recipes: name, paper, which products they make sparse, and their options."""
     found = nm.recipes(pattern)
@@ -102,7 +111,7 @@ def plan(
     pattern: Annotated[str, typer.Option(help="N:M.")] = "2:4",
     micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches per update.")] = 1,
     output: Annotated[Path | None, typer.Option(help="Save the plan here, for sparsify_(..., plan=Plan.load(...)).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure every layer of a model on this GPU and say which products to run sparse, and why not the others."""
     chosen = _recipe(recipe, pattern)
@@ -140,14 +149,40 @@ def bench(
 
 
 @app.command()
+def export(
+    source: Annotated[Path, typer.Argument(help="A run's folder, a transformers folder, or a safetensors file or folder.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write; with --format onnx, the file.")],
+    form: Annotated[Literal["dense", "packed", "onnx"], typer.Option("--format", help="What to write.")] = "dense",
+    pattern: Annotated[str | None, typer.Option(help="N:M of the sparse layers; by default what sparsity.json says.")] = None,
+    opset: Annotated[int | None, typer.Option(min=1, help="Of ONNX; by default what torch recommends.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a model for others: dense safetensors with exact zeros, packed safetensors, or ONNX."""
+    from nmsparse.workbench.exporting import export_graph, export_weights
+
+    with _in_words():
+        if form == "onnx":
+            graph = export_graph(source, target, pattern, opset)
+            facts, size, kept = graph.to_dict(), graph.bytes, f"{len(graph.weights)} sparse weights"
+            how = f"as onnxruntime computes it, to {graph.difference:.1e}" if graph.checked else f"not run: {graph.why_unchecked}"
+        else:
+            made = export_weights(source, target, form, pattern)
+            facts, size, kept = made.to_dict(), made.bytes_after, f"{len(made.sparse)} sparse tensors"
+            how = f"{made.bytes_after / max(1, made.bytes_before):.0%} of the bytes"
+    typer.echo(json.dumps(facts) if as_json else f"{target}: {form}, {kept}, {size:,} bytes, {how}")
+
+
+@app.command()
 def verify(
-    path: Annotated[Path, typer.Argument(help="A .safetensors file, or a folder with one or more.")],
+    path: Annotated[Path, typer.Argument(help="A .safetensors file, a folder with one or more, or a run's folder.")],
     pattern: Annotated[str | None, typer.Option(help="N:M to check; by default what sparsity.json says, else 2:4.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Check the pattern of every sparse tensor in a checkpoint. Exits with 1 where one is violated, with 2 on a broken file."""
+    from nmsparse.workbench.exporting import weights_of
+
     try:
-        report = nm.verify(path, pattern)
+        report = nm.verify(weights_of(path), pattern)
     except ValueError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
@@ -161,6 +196,162 @@ def verify(
         typer.echo(f"{report.path}: " + ", ".join(f"{count} {status}" for status, count in counts.items()))
     if not report.ok:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """Mistakes of the caller end in one sentence and exit code 2, failures of a run in one sentence and 1."""
+    from nmsparse.workbench.training import CheckpointError, DivergenceError
+
+    try:
+        yield
+    except (CheckpointError, DivergenceError, RuntimeError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    except (ValueError, ImportError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _new_folder(kind: str) -> Path:
+    return Path("runs") / f"{kind}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _config(file: Path | None, settings: dict[str, Any]) -> TrainConfig:
+    """Settings from a file, if there is one, and from flags, which win."""
+    return TrainConfig.from_dict((TrainConfig.read(file) if file else {}) | settings, "these settings")
+
+
+@app.command()
+def tasks(as_json: Json = False) -> None:
+    """List what can be learned, and the models that fit."""
+    from nmsparse.workbench.models import models as all_models
+    from nmsparse.workbench.tasks import tasks as all_tasks
+
+    fitting = {info.kind: [model.name for model in all_models() if info.kind in model.kinds] for info in all_tasks()}
+    rows = [
+        {
+            "name": info.name,
+            "kind": info.kind,
+            "embedded": info.is_embedded,
+            "summary": info.summary,
+            "models": fitting[info.kind],
+        }
+        for info in all_tasks()
+    ]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        where = "embedded" if row["embedded"] else "--data-dir"
+        typer.echo(f"{row['name']:16} {row['kind']:12} {where:11} {row['summary']}; models: {', '.join(row['models'])}")
+
+
+@app.command()
+@takes_settings()
+def train(
+    *,
+    config: Annotated[Path | None, typer.Option(help="Settings from a JSON or TOML file; flags go before them.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for records, checkpoints and the model.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder, with its settings.")] = None,
+    as_json: Json = False,
+    **settings: Any,
+) -> None:
+    """Train one model with one recipe. Works under torchrun and accelerate launch as well."""
+    from nmsparse.workbench.records import RunRecord
+    from nmsparse.workbench.terminal import training_progress
+    from nmsparse.workbench.training import train as run_training
+
+    with _in_words():
+        if resume is not None:
+            if output is not None or config is not None:
+                raise ValueError("--resume takes its settings and its folder from the run; leave --output and --config out.")
+            file: Path | None = None
+            folder, settings = resume, RunRecord(resume).info["config"] | settings
+        else:
+            file, folder = config, output or _new_folder("train")
+        made = _config(file, settings)
+        is_first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun started
+        with training_progress(made.label, made.steps, quiet=as_json or not is_first) as progress:
+            try:
+                record = run_training(made, folder, resume=resume is not None, progress=progress)
+            except KeyboardInterrupt:
+                typer.echo(f"stopped; nmsparse train --resume {folder} continues from the last checkpoint.", err=True)
+                raise typer.Exit(130) from None
+    result = record.result or {}
+    if not is_first:
+        return
+    if as_json:
+        typer.echo(json.dumps({"folder": str(folder), "label": made.label, "seed": made.seed, **result}))
+        return
+    metrics = ", ".join(f"{name} {value:.4g}" for name, value in result["valid"].items() if value is not None)
+    typer.echo(f"validation: {metrics}")
+    typer.echo(f"{result['non_zero']:.1%} of the weights of sparse layers are non-zero; model and records are in {folder}")
+
+
+@app.command()
+@takes_settings(without=("recipe", "pattern", "options"))
+def compare(
+    candidates: Annotated[
+        list[str] | None,
+        typer.Argument(help='Recipes, such as dense s-ste sr-ste@1:4 "s-ste:mvue=false"; by default dense sr-ste s-ste trio.'),
+    ] = None,
+    *,
+    pattern: Annotated[list[str] | None, typer.Option(help="Keep N of every M; repeat for several. [default: 2:4]")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each, counted from --seed.")] = 3,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; by default as many as memory and cores allow.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Settings from a JSON or TOML file; flags go before them.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for the runs; one that was interrupted is continued.")] = None,
+    as_json: Json = False,
+    **settings: Any,
+) -> None:
+    """Train several recipes with several seeds side by side, and write a report."""
+    from nmsparse.workbench.compare import run_study, study
+    from nmsparse.workbench.report import summarize, write_report
+    from nmsparse.workbench.terminal import print_summary, study_progress
+
+    folder = output or _new_folder("compare")
+    with _in_words():
+        wanted = candidates or ["dense", "sr-ste", "s-ste", "trio"]
+        configs = study(_config(config, settings), wanted, pattern or ["2:4"], seeds)
+        try:
+            with study_progress(quiet=as_json) as listen:
+                done = run_study(configs, folder, jobs=jobs, listen=listen)
+        except KeyboardInterrupt:
+            typer.echo(f"stopped; the same command with --output {folder} continues.", err=True)
+            raise typer.Exit(130) from None
+        failed = [job for job in done if job.status == "failed"]
+        if len(failed) < len(done):
+            page, tables = write_report([folder], folder / "report.html").html, summarize([folder])
+            if as_json:
+                facts = [table.to_dict() for table in tables]
+                typer.echo(json.dumps({"folder": str(folder), "report": str(page), "failed": len(failed), "results": facts}))
+            else:
+                for table in tables:
+                    print_summary(table)
+                typer.echo(f"report: {page}")
+    for job in failed:
+        typer.echo(f"{job.name} failed: {job.failure} (see {job.folder / 'log.txt'})", err=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    paths: Annotated[list[Path], typer.Argument(help="Folders that nmsparse train or compare wrote.")],
+    output: Annotated[Path, typer.Option(help="The HTML file; two CSV files go beside it.")] = Path("report.html"),
+    title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write one self-contained HTML page about runs, and the same data as CSV."""
+    from nmsparse.workbench.report import write_report
+
+    with _in_words():
+        files = write_report(paths, output, title)
+    if as_json:
+        typer.echo(json.dumps({"html": str(files.html), "csv": [str(file) for file in files.csv]}))
+    else:
+        typer.echo(f"report: {files.html}")
 
 
 def main() -> None:

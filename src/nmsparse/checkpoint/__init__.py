@@ -1,8 +1,22 @@
-"""Models on disk: dense safetensors with exact zeros under stock keys, packed ones, and a check of either."""
+"""Models on disk: dense safetensors with exact zeros under stock keys, packed ones, a check of either, and ONNX."""
 
+from nmsparse.checkpoint._convert import Converted, convert
 from nmsparse.checkpoint._files import TensorFiles
 from nmsparse.checkpoint._load import load
+from nmsparse.checkpoint._onnx import OnnxReport, OnnxWeight, export_onnx
 from nmsparse.checkpoint._save import save
 from nmsparse.checkpoint._verify import Checked, Report, verify
 
-__all__ = ["Checked", "Report", "TensorFiles", "load", "save", "verify"]
+__all__ = [
+    "Checked",
+    "Converted",
+    "OnnxReport",
+    "OnnxWeight",
+    "Report",
+    "TensorFiles",
+    "convert",
+    "export_onnx",
+    "load",
+    "save",
+    "verify",
+]

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nmsparse.checkpoint._format import INDEX, SPARSITY, VERSION, Layout
+from nmsparse.checkpoint._format import INDEX, INDICES, SPARSITY, VALUES, VERSION, Layout, unpack_tensor
 
 LARGEST_JSON = 64 << 20
 """Bytes of an index or sparsity.json that we are willing to parse."""
@@ -55,7 +55,8 @@ class TensorFiles:
         self.path = Path(path)
         self._stack = ExitStack()
         self._where: dict[str, Any] = {}
-        for shard in _shards(self.path):
+        self.shards = _shards(self.path)
+        for shard in self.shards:
             try:
                 opened = self._stack.enter_context(safe_open(shard, framework="pt"))
                 names = list(opened.keys())
@@ -71,6 +72,8 @@ class TensorFiles:
         self.shared: dict[str, str] = {}
         """Names of tied tensors that are not stored, to the name under which they are."""
         self.format: str | None = None
+        self.recipe: Any = None
+        """What sparsity.json says about the recipe, as it stands there."""
         if self.path.is_dir() and (self.path / SPARSITY).exists():
             self._read_sparsity(self.path / SPARSITY)
 
@@ -84,7 +87,7 @@ class TensorFiles:
         if not isinstance(shared, dict) or not all(isinstance(name, str) for name in shared.values()):
             raise ValueError(f"{file}: shared maps names to names.")
         self.layouts = {name: Layout.read(name, entry) for name, entry in saved["tensors"].items()}
-        self.shared, self.format = shared, saved.get("format")
+        self.shared, self.format, self.recipe = shared, saved.get("format"), saved.get("recipe")
 
     def __enter__(self) -> TensorFiles:
         return self
@@ -99,7 +102,29 @@ class TensorFiles:
     def names(self) -> list[str]:
         return list(self._where)
 
+    def is_packed(self, name: str) -> bool:
+        """Whether a tensor, by its own name, is stored as values and indices."""
+        return name in self.layouts and name + VALUES in self
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, packed or not; what sparsity.json says of one that is there must be true."""
+        if self.is_packed(name):
+            return self.layouts[name].shape
+        shape = tuple(self.slice(name).get_shape())
+        if name in self.layouts and self.layouts[name].shape != shape:
+            raise ValueError(f"{self.path}: {name} has shape {shape}, sparsity.json says {self.layouts[name].shape}.")
+        return shape
+
+    def dense(self, name: str) -> Tensor:
+        """A tensor, unpacked where it is packed."""
+        if not self.is_packed(name):
+            return self.tensor(name)
+        if name + INDICES not in self:
+            raise ValueError(f"{self.path}: {name} has values but no indices.")
+        return unpack_tensor(self.tensor(name + VALUES), self.tensor(name + INDICES), self.layouts[name], name)
+
     def tensor(self, name: str) -> Tensor:
+        """A tensor as it is stored."""
         try:
             found: Tensor = self._where[name].get_tensor(name)
         except (SafetensorError, OSError) as error:

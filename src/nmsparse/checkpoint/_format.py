@@ -12,6 +12,7 @@ At 2:4 that is 9/16 of the bytes in bf16 or fp16. ``sparsity.json`` names, for e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from nmsparse.pattern import Pattern
 VERSION = 1
 VALUES, INDICES = ".nm_values", ".nm_indices"
 SPARSITY, WEIGHTS, INDEX = "sparsity.json", "model.safetensors", "model.safetensors.index.json"
+LARGEST = 1 << 60
+"""Entries. No file can back more; an empty tensor could claim them in its other dims, and overflow what torch counts."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,16 @@ class Layout:
         try:
             shape = tuple(saved["shape"])
             dim, dtype = saved["dim"], saved["dtype"]
-            if not all(isinstance(size, int) and size >= 0 for size in shape) or not isinstance(dim, int):
+            if not all(type(size) is int and size >= 0 for size in shape) or type(dim) is not int:
                 raise ValueError("shape and dim are integers")
+            if prod(size or 1 for size in shape) > LARGEST:
+                raise ValueError("no tensor has that shape")
             if not -len(shape) <= dim < len(shape) or not isinstance(getattr(torch, str(dtype), None), torch.dtype):
                 raise ValueError("its dim or dtype does not exist")
-            return cls(str(Pattern(saved["pattern"])), dim, shape, dtype)
+            pattern = Pattern(saved["pattern"])
+            if shape[dim] % pattern.m:
+                raise ValueError(f"size {shape[dim]} is not a multiple of {pattern.m}")
+            return cls(str(pattern), dim, shape, dtype)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{SPARSITY}: the entry of {name!r} makes no sense ({error}).") from error
 
@@ -71,10 +79,7 @@ def pack_tensor(tensor: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
 def packed_sizes(layout: Layout) -> tuple[int, int]:
     """Entries of values and bytes of indices."""
     pattern = Pattern(layout.pattern)
-    count = 1
-    for size in layout.shape:
-        count *= size
-    kept = count // pattern.m * pattern.n
+    kept = prod(layout.shape) // pattern.m * pattern.n
     return kept, -(-kept * index_bits(pattern) // 8)
 
 

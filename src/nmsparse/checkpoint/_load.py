@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nmsparse.checkpoint._files import TensorFiles
-from nmsparse.checkpoint._format import INDICES, VALUES, unpack_tensor
+from nmsparse.checkpoint._format import INDICES, VALUES
 from nmsparse.nn import sparse_modules
 
 
@@ -22,14 +22,14 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
     with TensorFiles(path) as files:
         sources = _match(own, files)
         for name, source in sources.items():
-            own[name].copy_(_read(files, source).to(own[name].dtype))
+            own[name].copy_(files.dense(source).to(own[name].dtype))
     _refresh(model)
     return model
 
 
 def _match(own: dict[str, Tensor], files: TensorFiles) -> dict[str, str]:
     """For each tensor of the model, the name under which the checkpoint has it."""
-    packed = {name for name in files.layouts if name + VALUES in files}
+    packed = {name for name in files.layouts if files.is_packed(name)}
     present = {name for name in files.names if not name.endswith((VALUES, INDICES))} | packed
     sources = {name: files.shared.get(name, name) for name in own}
     missing = sorted(name for name, source in sources.items() if source not in present)
@@ -39,20 +39,12 @@ def _match(own: dict[str, Tensor], files: TensorFiles) -> dict[str, str]:
         what += [f"has {', '.join(odd[:4])} besides"] if odd else []
         raise ValueError(f"{files.path} does not fit this {len(own)}-tensor model: it {' and '.join(what)}.")
     for name, source in sources.items():
-        shape = files.layouts[source].shape if source in packed else tuple(files.slice(source).get_shape())
+        shape = files.shape(source)
         if tuple(own[name].shape) != shape:
             raise ValueError(
                 f"{files.path}: {name} has shape {shape}, the model's is {tuple(own[name].shape)}; nothing was loaded."
             )
     return sources
-
-
-def _read(files: TensorFiles, name: str) -> Tensor:
-    if name + VALUES not in files:
-        return files.tensor(name)
-    if name + INDICES not in files:
-        raise ValueError(f"{files.path}: {name} has values but no indices.")
-    return unpack_tensor(files.tensor(name + VALUES), files.tensor(name + INDICES), files.layouts[name], name)
 
 
 def _refresh(model: nn.Module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -35,42 +35,29 @@ def save(
     keeps the stock keys and shapes, which every runtime reads; "packed" stores kept values and index bits, 9/16 of the bytes at
     2:4 in 16 bit. A model that was frozen before has no recipe any more: give its ``pattern``, and every linear layer or
     convolution that obeys it is recorded. Above ``shard_bytes`` the weights go into several files with an index, as transformers
-    writes them. Files are replaced one by one, never left half written.
+    writes them. Nothing is replaced before all of them are written.
     """
-    if format not in ("dense", "packed"):
-        raise ValueError(f'format is "dense" or "packed", got {format!r}.')
     folder = Path(path)
-    if shard_bytes < 1:
-        raise ValueError(f"shard_bytes counts bytes from 1, got {shard_bytes!r}.")
-    if folder.is_file():
-        raise ValueError(f"{folder} is a file; save writes a folder.")
-    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    layouts, recipe = _prune(model, tensors, None if pattern is None else Pattern(pattern))
+    check_target(folder, format, shard_bytes)
+    tensors, layouts, recipe = final_tensors(model, None if pattern is None else Pattern(pattern))
     if format == "packed" and not layouts:
         raise ValueError(
             "no layer of this model is sparse, so there is nothing to pack: sparsify it first, or give the pattern of a frozen "
             "model."
         )
     shared = _without_aliases(tensors)
-    written: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        on_host = tensor.to("cpu").contiguous()
-        if format == "packed" and name in layouts:
-            written[name + VALUES], written[name + INDICES] = pack_tensor(on_host, layouts[name])
-        else:
-            written[name] = on_host
-    folder.mkdir(parents=True, exist_ok=True)
-    facts = {"version": VERSION, "format": format, "recipe": recipe, "shared": shared}
-    facts["tensors"] = {name: asdict(layout) for name, layout in layouts.items()}
-    _write_shards(folder, written, shard_bytes)
-    with _replacing(folder / SPARSITY) as file:
-        file.write_text(json.dumps(facts, indent=1))
+    on_host = ((name, tensor.to("cpu").contiguous()) for name, tensor in tensors.items())
+    write_folder(folder, on_host, layouts, format, shard_bytes, recipe=recipe, shared=shared)
 
 
-def _prune(
-    model: nn.Module, tensors: dict[str, Tensor], pattern: Pattern | None
-) -> tuple[dict[str, Layout], dict[str, Any] | None]:
-    """Put final weights into the state dict; say which tensors are sparse and how."""
+# ---- what is written ----
+
+
+def final_tensors(
+    model: nn.Module, pattern: Pattern | None
+) -> tuple[dict[str, Tensor], dict[str, Layout], dict[str, Any] | None]:
+    """The state dict as ``freeze_`` would leave it, which of its tensors are sparse and how, and the recipe."""
+    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     layouts: dict[str, Layout] = {}
     recipe = None
     for name, module in sparse_modules(model):
@@ -88,7 +75,7 @@ def _prune(
                 continue
             if int(violations(tensors[key], pattern, dim)) == 0:
                 layouts[key] = Layout.of(tensors[key], pattern, dim)
-    return layouts, recipe
+    return tensors, layouts, recipe
 
 
 def _without_aliases(tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -107,38 +94,101 @@ def _without_aliases(tensors: dict[str, Tensor]) -> dict[str, str]:
     return shared
 
 
-def _write_shards(folder: Path, tensors: dict[str, Tensor], limit: int) -> None:
-    """One file, or several and their index; files of an earlier save that would be read beside them go away."""
-    shards: list[dict[str, Tensor]] = [{}]
-    filled = 0
-    for name, tensor in tensors.items():
-        if filled and filled + tensor.nbytes > limit:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = tensor
-        filled += tensor.nbytes
-    names = [WEIGHTS] if len(shards) == 1 else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    for name, shard in zip(names, shards, strict=True):
-        with _replacing(folder / name) as file:
-            save_file(shard, file, {"format": "pt"})
+# ---- how it is written ----
+
+
+def check_target(folder: Path, format: str, shard_bytes: int) -> None:
+    """What every writer of a folder is asked for, checked before anything is read."""
+    if format not in ("dense", "packed"):
+        raise ValueError(f'format is "dense" or "packed", got {format!r}.')
+    if shard_bytes < 1:
+        raise ValueError(f"shard_bytes counts bytes from 1, got {shard_bytes!r}.")
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file; what is written is a folder.")
+
+
+def write_folder(
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    layouts: Mapping[str, Layout],
+    format: str,
+    shard_bytes: int,
+    *,
+    recipe: Any,
+    shared: Mapping[str, str],
+) -> None:
+    """Write tensors as they come, with one shard of them in memory at a time, and sparsity.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_shards(folder, _stored(tensors, layouts) if format == "packed" else tensors, shard_bytes)
+    facts = {"version": VERSION, "format": format, "recipe": recipe, "shared": shared}
+    facts["tensors"] = {name: asdict(layout) for name, layout in layouts.items()}
+    _replace_text(folder / SPARSITY, json.dumps(facts, indent=1))
+
+
+def _stored(tensors: Iterable[tuple[str, Tensor]], layouts: Mapping[str, Layout]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors as the packed format stores them."""
+    for name, tensor in tensors:
+        if name in layouts:
+            values, indices = pack_tensor(tensor, layouts[name])
+            yield name + VALUES, values
+            yield name + INDICES, indices
+        else:
+            yield name, tensor
+
+
+def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], limit: int) -> None:
+    """One file, or several and their index. Nothing is replaced before all is written; files of an earlier save that would be
+    read beside the new ones go away."""
+    with _temporary_files() as written:
+        contents: list[dict[str, int]] = []
+        for shard in _shards(tensors, limit):
+            written.append(folder / f".{WEIGHTS}.{len(written)}.{os.getpid()}.tmp")
+            save_file(shard, written[-1], {"format": "pt"})
+            contents.append({name: tensor.nbytes for name, tensor in shard.items()})
+            shard.clear()  # the next shard is filled while this name still holds the present one
+        count = len(written)
+        names = [WEIGHTS] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+        for file, name in zip(written, names, strict=True):
+            os.replace(file, folder / name)
     for old in folder.glob("model*.safetensors"):
         if old.name not in names and re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", old.name):
             old.unlink()
-    if len(shards) == 1:
+    if count == 1:
         (folder / INDEX).unlink(missing_ok=True)
         return
-    weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    with _replacing(folder / INDEX) as file:
-        file.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+    weight_map = {tensor: name for name, content in zip(names, contents, strict=True) for tensor in content}
+    total = sum(size for content in contents for size in content.values())
+    _replace_text(folder / INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
+    """Tensors in the order they come, as many together as the limit allows."""
+    shard: dict[str, Tensor] = {}
+    filled = 0
+    for name, tensor in tensors:
+        if filled and filled + tensor.nbytes > limit:
+            yield shard
+            shard = dict[str, Tensor]()
+            filled = 0
+        shard[name] = tensor
+        filled += tensor.nbytes
+    yield shard
+
+
+def _replace_text(target: Path, text: str) -> None:
+    """Put a file in place in one step: a reader sees the old one or the new one."""
+    with _temporary_files() as written:
+        written.append(target.with_name(f".{target.name}.{os.getpid()}.tmp"))
+        written[0].write_text(text)
+        os.replace(written[0], target)
 
 
 @contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
-    """A file to write beside the target, put in its place in one step."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+def _temporary_files() -> Iterator[list[Path]]:
+    """A list for files to write; those that were not put in their place are removed at the end."""
+    written: list[Path] = []
     try:
-        yield temporary
-        os.replace(temporary, target)
+        yield written
     finally:
-        temporary.unlink(missing_ok=True)
+        for file in written:
+            file.unlink(missing_ok=True)

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from nmsparse.checkpoint._files import TensorFiles
-from nmsparse.checkpoint._format import INDICES, VALUES, unpack_tensor
+from nmsparse.checkpoint._format import VALUES
 from nmsparse.functional import violations
 from nmsparse.pattern import Pattern
 
 PIECE = 1 << 24
 """Entries looked at together."""
-FLOATS = {"F64", "F32", "F16", "BF16"}
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Types of weights, in the words of safetensors, to those of torch."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +55,17 @@ class Report:
 def verify(path: str | Path, pattern: str | Pattern | None = None) -> Report:
     """Count density and violated groups of every sparse tensor in a safetensors file or folder.
 
-    With ``sparsity.json`` beside it, what that names is checked. Without, every matrix (groups along its last dim) and every
-    convolution (along its input channels) is compared with ``pattern`` (default "2:4"); a tensor of which fewer than half of the
-    groups obey is taken for dense, not for violated.
+    With ``sparsity.json`` beside it, what that names is checked, for its own pattern or for the one given. Without, every
+    matrix (groups along its last dim) and every convolution (along its input channels) is compared with ``pattern`` (default
+    "2:4"); a tensor of which fewer than half of the groups obey is taken for dense, not for violated.
     """
     with TensorFiles(path) as files:
-        if files.layouts and pattern is None:
-            wanted = {name: (Pattern(layout.pattern), layout.dim) for name, layout in files.layouts.items()}
+        if files.layouts:
+            wanted = {name: (Pattern(pattern or layout.pattern), layout.dim) for name, layout in files.layouts.items()}
             missing = [name for name in wanted if name not in files and name + VALUES not in files]
             if missing:
                 raise ValueError(f"{files.path}: sparsity.json names {missing[0]!r}, which the weights do not hold.")
-            checked = [_check(files, name, *how, claimed=True) for name, how in wanted.items()]
+            checked = [check_tensor(files, name, *how, claimed=True) for name, how in wanted.items()]
             return Report(str(path), files.format, checked, {})
         return _verify_all(files, Pattern("2:4" if pattern is None else pattern))
 
@@ -73,12 +74,6 @@ def _verify_all(files: TensorFiles, pattern: Pattern) -> Report:
     checked: list[Checked] = []
     skipped: dict[str, str] = {}
     for name in files.names:
-        if name.endswith(INDICES):
-            continue
-        plain = name.removesuffix(VALUES)
-        if plain != name and plain in files.layouts:
-            checked.append(_check(files, plain, pattern, files.layouts[plain].dim, claimed=False))
-            continue
         found = files.slice(name)
         shape = tuple(found.get_shape())
         dim = 1 if len(shape) == 4 else len(shape) - 1
@@ -87,11 +82,12 @@ def _verify_all(files: TensorFiles, pattern: Pattern) -> Report:
         elif shape[dim] % pattern.m:
             skipped[name] = f"size {shape[dim]} along dim {dim} is not a multiple of {pattern.m}"
         else:
-            checked.append(_check(files, name, pattern, dim, claimed=False))
+            checked.append(check_tensor(files, name, pattern, dim, claimed=False))
     return Report(str(files.path), files.format, checked, skipped)
 
 
-def _check(files: TensorFiles, name: str, pattern: Pattern, dim: int, claimed: bool) -> Checked:
+def check_tensor(files: TensorFiles, name: str, pattern: Pattern, dim: int, claimed: bool) -> Checked:
+    """Count what a tensor has and breaks; ``claimed`` when something says that it is sparse."""
     shape, pieces = _pieces(files, name, dim)
     if shape[dim] % pattern.m:
         raise ValueError(f"{files.path}: {name} has size {shape[dim]} along dim {dim}, which {pattern} does not divide.")
@@ -107,17 +103,12 @@ def _check(files: TensorFiles, name: str, pattern: Pattern, dim: int, claimed: b
 
 def _pieces(files: TensorFiles, name: str, dim: int) -> tuple[tuple[int, ...], Any]:
     """The shape of a tensor, and parts of it that cut no group."""
-    if name in files.layouts and name + VALUES in files:
-        layout = files.layouts[name]
-        if name + INDICES not in files:
-            raise ValueError(f"{files.path}: {name} has values but no indices.")
-        whole = unpack_tensor(files.tensor(name + VALUES), files.tensor(name + INDICES), layout, name)
-        return layout.shape, iter([whole])
-    found = files.slice(name)
-    shape = tuple(found.get_shape())
+    shape = files.shape(name)
+    if files.is_packed(name):
+        return shape, iter([files.dense(name)])
     if dim % len(shape) == 0:  # groups run along the rows that pieces would be cut from
         return shape, iter([files.tensor(name)])
-    return shape, _rows(found, shape)
+    return shape, _rows(files.slice(name), shape)
 
 
 def _rows(found: Any, shape: tuple[int, ...]) -> Any:

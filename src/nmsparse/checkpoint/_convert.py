@@ -1,0 +1,165 @@
+"""A checkpoint in the other format, without a model: dense to packed and back, tensor by tensor."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from nmsparse.checkpoint._files import TensorFiles
+from nmsparse.checkpoint._format import INDICES, VALUES, Layout
+from nmsparse.checkpoint._save import check_target, write_folder
+from nmsparse.checkpoint._verify import FLOATS, check_tensor
+from nmsparse.pattern import Pattern
+
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "source.spm",
+    "target.spm",
+)
+"""Files beside the weights that transformers and runtimes need; others, which may be large or private, are left."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What :func:`convert` wrote."""
+
+    source: str
+    target: str
+    format: str
+    sparse: dict[str, str]
+    """Names of sparse tensors, to their pattern."""
+    copied: list[str]
+    """Files that were taken along."""
+    bytes_before: int
+    bytes_after: int
+    """Of the weight files."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    format: Literal["dense", "packed"],
+    pattern: str | Pattern | None = None,
+    *,
+    shard_bytes: int = 5_000_000_000,
+) -> Converted:
+    """Write a safetensors file or folder again, dense or packed, as :func:`save` would have written it.
+
+    Which tensors are sparse comes from ``sparsity.json`` in the source. With a ``pattern``, every further matrix or convolution
+    that obeys it counts: a matrix along its last dim or else its first (GPT-2 stores weights transposed), a convolution along
+    its input channels. Names, shapes and every value stay as they are. Configuration and tokenizer files of a folder are copied.
+    All is checked before anything is written. One tensor is read at a time; one shard of the result is held in memory.
+    """
+    folder = Path(target)
+    check_target(folder, format, shard_bytes)
+    with TensorFiles(source) as files:
+        home = files.path if files.path.is_dir() else files.path.parent
+        if folder.resolve() == home.resolve():
+            raise ValueError(f"{folder} is where the source lies; give another folder, so that the source stays as it is.")
+        names = _plain_names(files)
+        layouts = _layouts(files, names, None if pattern is None else Pattern(pattern))
+        if format == "packed" and not layouts:
+            raise ValueError(_nothing_to_pack(files, pattern))
+        tensors = ((name, files.dense(name).contiguous()) for name in names)
+        write_folder(folder, tensors, layouts, format, shard_bytes, recipe=files.recipe, shared=files.shared)
+        copied = list(_copy_companions(files.path, folder))
+        before = sum(shard.stat().st_size for shard in files.shards)
+    with TensorFiles(folder) as written:
+        after = sum(shard.stat().st_size for shard in written.shards)
+    sparse = {name: layout.pattern for name, layout in layouts.items()}
+    return Converted(str(source), str(target), format, sparse, copied, before, after)
+
+
+def _plain_names(files: TensorFiles) -> list[str]:
+    """Tensors by their own names, whether packed or not."""
+    names: dict[str, None] = {}
+    for stored in files.names:
+        name = stored.removesuffix(INDICES) if stored.endswith(INDICES) else stored.removesuffix(VALUES)
+        if name != stored and not files.is_packed(name):
+            raise ValueError(
+                f"{files.path}: {stored} is half of a packed tensor, but no sparsity.json describes {name!r}; give the folder "
+                "that nmsparse.save wrote, with all of its files."
+            )
+        if name == stored and files.is_packed(name):
+            raise ValueError(f"{files.path}: {name!r} is stored both whole and packed, so which one counts is not clear.")
+        names[name] = None
+    missing = next((name for name in files.layouts if name not in names), None)
+    if missing is not None:
+        raise ValueError(f"{files.path}: sparsity.json names {missing!r}, which the weights do not hold.")
+    return list(names)
+
+
+def _layouts(files: TensorFiles, names: list[str], pattern: Pattern | None) -> dict[str, Layout]:
+    """Which tensors are sparse: those that sparsity.json names, and those that obey the pattern."""
+    layouts: dict[str, Layout] = {}
+    for name in names:
+        if name in files.layouts:
+            _check_claim(files, name)
+            layouts[name] = files.layouts[name]
+        elif pattern is not None:
+            found = _obeying(files, name, pattern)
+            if found is not None:
+                layouts[name] = found
+    return layouts
+
+
+def _check_claim(files: TensorFiles, name: str) -> None:
+    """What sparsity.json says of a tensor, which goes into the copy, must be true."""
+    layout = files.layouts[name]
+    stored = files.slice(name + VALUES if files.is_packed(name) else name).get_dtype()
+    if FLOATS.get(stored) != layout.dtype:
+        raise ValueError(f"{files.path}: {name} is stored as {stored}, sparsity.json says {layout.dtype}.")
+    broken = check_tensor(files, name, Pattern(layout.pattern), layout.dim, claimed=True).violations
+    if broken:
+        raise ValueError(
+            f"{files.path}: {broken} groups of {name} have more non-zeros than the {layout.pattern} that sparsity.json claims; "
+            "nmsparse verify shows where, and pruning it again repairs it."
+        )
+
+
+def _obeying(files: TensorFiles, name: str, pattern: Pattern) -> Layout | None:
+    """How a tensor of which nothing is said obeys the pattern; None for those that do not, and for what is no weight."""
+    found = files.slice(name)
+    shape = tuple(found.get_shape())
+    if found.get_dtype() not in FLOATS or len(shape) < 2 or 0 in shape:
+        return None
+    candidates = {2: (1, 0), 4: (1,)}.get(len(shape), (len(shape) - 1,))
+    for dim in candidates:
+        if shape[dim] % pattern.m == 0 and check_tensor(files, name, pattern, dim, claimed=False).violations == 0:
+            return Layout(str(pattern), dim, shape, FLOATS[found.get_dtype()])
+    return None
+
+
+def _nothing_to_pack(files: TensorFiles, pattern: str | Pattern | None) -> str:
+    if pattern is None:
+        return f'{files.path} does not say which of its tensors are sparse: give their pattern, such as "2:4".'
+    return (
+        f"no tensor of {files.path} obeys {pattern}, so there is nothing to pack; nmsparse verify shows how far they are from it."
+    )
+
+
+def _copy_companions(source: Path, target: Path) -> Iterator[str]:
+    if source.is_dir():
+        for name in COMPANIONS:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, target / name)
+                yield name

@@ -1,0 +1,80 @@
+"""What ``nmsparse export`` reads: the folder of a run, a transformers folder, or any safetensors checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import nmsparse as nm
+from nmsparse.checkpoint import Converted, OnnxReport, convert, export_onnx
+from nmsparse.workbench.extras import package
+from nmsparse.workbench.records import RUN, RunRecord
+from nmsparse.workbench.training import TrainConfig, make_model, open_task
+
+EXAMPLE_TOKENS = 8
+
+
+def weights_of(source: Path) -> Path:
+    """The checkpoint itself: a run keeps it in a folder of its own."""
+    if not (source / RUN).exists():
+        return source
+    if not (source / "model").is_dir():
+        raise ValueError(f"{source} is a run that has not finished, so there is no model to export: resume it first.")
+    return source / "model"
+
+
+def export_weights(source: Path, target: Path, format: Any, pattern: str | None) -> Converted:
+    """Dense or packed safetensors."""
+    return convert(weights_of(source), target, format, pattern)
+
+
+def export_graph(source: Path, target: Path, pattern: str | None, opset: int | None) -> OnnxReport:
+    """ONNX, from the model that the source describes."""
+    model, example = _from_run(source) if (source / RUN).exists() else _from_transformers(source)
+    nm.load(model, weights_of(source))
+    file = target if target.suffix == ".onnx" else target / "model.onnx"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return export_onnx(model, file, example, pattern=pattern or _pattern(weights_of(source)), opset=opset)
+
+
+def _pattern(folder: Path) -> str | None:
+    """The pattern that sparsity.json gives most tensors, if it is there."""
+    file = folder / "sparsity.json"
+    entries = json.loads(file.read_text()).get("tensors", {}) if file.exists() else {}
+    patterns = [entry["pattern"] for entry in entries.values()]
+    return max(set(patterns), key=patterns.count) if patterns else None
+
+
+def _from_run(source: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of a run, with two examples of its own task."""
+    config = TrainConfig.from_dict(RunRecord(source).info["config"], str(source / RUN))
+    task = open_task(config)
+    model, _, _ = make_model(config, task)
+    batch = task.valid.__getitems__([0, 1])
+    labels = batch.pop("labels")
+    if task.facts.kind == "translation":
+        batch["decoder_input_ids"] = labels.clamp(min=0)
+    return model, batch
+
+
+def _from_transformers(source: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """The model that config.json names, with an example made up from its sizes."""
+    lib = package("transformers")
+    if not (source / "config.json").exists():
+        raise ValueError(f"{source} has neither {RUN} nor config.json, so nobody knows which model it is; ONNX needs the model.")
+    configuration = lib.AutoConfig.from_pretrained(source)
+    name = next(iter(configuration.architectures or []), None)
+    if name is None or not hasattr(lib, name):
+        raise ValueError(f"{source / 'config.json'} names no architecture that transformers has ({name!r}).")
+    model: nn.Module = getattr(lib, name)(configuration)
+    generator = torch.Generator().manual_seed(0)
+    if getattr(model, "main_input_name", "") == "pixel_values":
+        side = configuration.image_size if hasattr(configuration, "image_size") else 224
+        return model, {"pixel_values": torch.randn(2, configuration.num_channels, side, side, generator=generator)}
+    tokens = torch.randint(configuration.vocab_size, (2, EXAMPLE_TOKENS), generator=generator)
+    example = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    return model, example | ({"decoder_input_ids": tokens} if configuration.is_encoder_decoder else {})

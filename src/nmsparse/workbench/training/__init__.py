@@ -1,0 +1,17 @@
+"""One run: configuration, loop, checkpoints."""
+
+from nmsparse.workbench.training._checkpoints import CheckpointError, Checkpoints
+from nmsparse.workbench.training._config import TrainConfig
+from nmsparse.workbench.training._loop import DivergenceError, Progress, make_model, open_task, silent, train
+
+__all__ = [
+    "CheckpointError",
+    "Checkpoints",
+    "DivergenceError",
+    "Progress",
+    "TrainConfig",
+    "make_model",
+    "open_task",
+    "silent",
+    "train",
+]

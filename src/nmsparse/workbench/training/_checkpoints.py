@@ -1,0 +1,289 @@
+"""Checkpoints of a run: safetensors and JSON in one folder per step, complete or absent.
+
+    checkpoints/step-00000200/
+        model.safetensors      parameters and buffers, dense, under stock keys
+        training.safetensors   optimizer state and the run's masks and counters
+        checkpoint.json        everything that is not a tensor; size and SHA-256 of the two files
+
+A checkpoint is written under another name and renamed when all of it is on disk, so a kill at any moment leaves those before
+it as they were. Before anything is loaded, the files are compared with their checksums and with the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import nmsparse as nm
+from nmsparse.workbench.training._telemetry import MaskWatch
+
+VERSION = 1
+MODEL, TRAINING, FACTS = "model.safetensors", "training.safetensors", "checkpoint.json"
+TENSOR, TUPLE = "__tensor__", "__tuple__"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; nothing was loaded from it."""
+
+
+@dataclass(frozen=True)
+class Restorable:
+    """What a checkpoint holds: taken from these objects, and put back into them."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    run: nm.Run
+    watch: MaskWatch
+    scaler: Any | None = None
+
+
+class Checkpoints:
+    """The checkpoints of one run, the newest ``keep`` of them."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, in order."""
+        found = (path.name.removeprefix("step-") for path in self.folder.glob("step-*") if path.is_dir())
+        return sorted(int(name) for name in found if name.isdigit())
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def newest(self) -> Path | None:
+        steps = self.steps()
+        return self.path(steps[-1]) if steps else None
+
+    def save(self, step: int, state: Restorable, facts: dict[str, Any], is_writer: bool = True) -> None:
+        """Every process takes part in gathering sharded tensors; one writes."""
+        model, training = _model_tensors(state.model), _Flattened(_training_state(state))
+        if is_writer:
+            self._write(step, model, training, facts)
+
+    def _write(self, step: int, model: dict[str, Tensor], training: _Flattened, facts: dict[str, Any]) -> None:
+        self._sweep()
+        temporary = self.folder / f".writing-{step}-{os.getpid()}"
+        temporary.mkdir(parents=True)
+        for name, tensors in ((MODEL, model), (TRAINING, training.tensors)):
+            save_file(tensors, temporary / name, {"format": "pt"})
+            _flush(temporary / name)
+        files = {name: _fingerprint(temporary / name) for name in (MODEL, TRAINING)}
+        described = {"version": VERSION, "step": step, **facts, "files": files, "state": training.plain}
+        (temporary / FACTS).write_text(json.dumps(described))
+        _flush(temporary / FACTS)
+        _flush(temporary)
+        if self.path(step).exists():
+            self._remove(self.path(step))
+        os.replace(temporary, self.path(step))
+        _flush(self.folder)
+        for old in self.steps()[: -self.keep]:
+            self._remove(self.path(old))
+
+    def _remove(self, path: Path) -> None:
+        """Out of sight first: a kill in the middle must not leave half a checkpoint."""
+        doomed = self.folder / f".removing-{path.name}-{os.getpid()}"
+        os.replace(path, doomed)
+        shutil.rmtree(doomed)
+
+    def _sweep(self) -> None:
+        """What a killed process left."""
+        for pattern in (".writing-*", ".removing-*"):
+            for left in self.folder.glob(pattern):
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """checkpoint.json of a checkpoint whose files are whole."""
+    try:
+        facts = json.loads((path / FACTS).read_text())
+        version, files = facts["version"], facts["files"]
+        if version != VERSION:
+            raise CheckpointError(f"{path} has version {version!r}; this nmsparse reads version {VERSION}.")
+        broken = [name for name in (MODEL, TRAINING) if files[name] != _fingerprint(path / name)]
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}). {_advice(path)}") from error
+    if broken:
+        raise CheckpointError(f"{path} is damaged: {', '.join(broken)} is not what was written. {_advice(path)}")
+    return facts
+
+
+def _advice(path: Path) -> str:
+    others = sorted(other for other in path.parent.glob("step-*") if other != path)
+    return f"Delete it to resume from {others[-1].name}." if others else "There is no other checkpoint: start anew."
+
+
+def restore(path: Path, state: Restorable) -> dict[str, Any]:
+    """Put a checkpoint back; return its facts. All is checked before anything changes."""
+    facts = read_facts(path)
+    with safe_open(path / TRAINING, "pt") as file:
+        training = _unflatten(facts["state"], {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    with safe_open(path / MODEL, "pt") as file:
+        saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    own = dict(_unique_tensors(state.model))
+    _check_same("tensors", path, own, saved)
+    odd = [name for name, tensor in own.items() if tensor.shape != saved[name].shape]
+    if odd:
+        raise CheckpointError(
+            f"{path}: {odd[0]} has shape {tuple(saved[odd[0]].shape)}, the model's is {tuple(own[odd[0]].shape)}."
+        )
+    names = _parameter_names(state.model)
+    _check_same("parameters with optimizer state", path, _owned_names(state.optimizer, names), training["optimizer"]["order"])
+    try:
+        state.run.load_state_dict(training["run"])  # checks everything before it changes anything
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(_placed(saved[name], tensor))
+    _load_optimizer(state.optimizer, names, training["optimizer"])
+    state.run.refresh()
+    state.watch.load(training["watch"])
+    if state.scaler is not None:
+        state.scaler.load_state_dict(training["scaler"])
+    return facts
+
+
+def _check_same(what: str, path: Path, own: Any, saved: Any) -> None:
+    missing, extra = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
+    if missing or extra:
+        words = [f"lacks {', '.join(missing[:4])}"] if missing else []
+        words += [f"has {', '.join(extra[:4])} besides"] if extra else []
+        raise CheckpointError(f"{path} does not fit this model: of {what} it {' and '.join(words)}.")
+
+
+# ---- what is taken ----
+
+
+def _unique_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers; a tied one under its first name."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {name: _whole(tensor) for name, tensor in _unique_tensors(model)}
+
+
+def _training_state(state: Restorable) -> dict[str, Any]:
+    names = _parameter_names(state.model)
+    saved: dict[str, Any] = {
+        "optimizer": _optimizer_state(state.optimizer, names),
+        "run": state.run.state_dict(),
+        "watch": state.watch.state(),
+    }
+    if state.scaler is not None:
+        saved["scaler"] = state.scaler.state_dict()
+    return saved
+
+
+def _parameter_names(model: nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def _owned_names(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[str]:
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, Any]:
+    """Keyed by parameter name: positions change with the code that builds the optimizer."""
+    state = {names[id(parameter)]: dict(values) for parameter, values in optimizer.state.items()}
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return {"order": _owned_names(optimizer, names), "state": state, "groups": groups}
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, names: dict[int, str], saved: dict[str, Any]) -> None:
+    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    positions = {name: position for position, name in enumerate(_owned_names(optimizer, names))}
+    packed = optimizer.state_dict()
+    packed["state"] = {
+        positions[name]: {key: _placed_like(value, parameters[name]) for key, value in values.items()}
+        for name, values in saved["state"].items()
+    }
+    for group, values in zip(packed["param_groups"], saved["groups"], strict=True):
+        group.update(values)
+    optimizer.load_state_dict(packed)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A tensor on the host, gathered if it is sharded."""
+    gathered = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyrefly: ignore
+    return gathered.detach().to("cpu").contiguous().clone()
+
+
+def _placed(saved: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor, sharded as another one is."""
+    if not hasattr(like, "device_mesh"):
+        return saved.to(like.device)
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(saved.to(like.device), like.device_mesh, like.placements)  # pyrefly: ignore
+
+
+def _placed_like(value: Any, parameter: Tensor) -> Any:
+    """Moments are sharded as their parameter is; step counts and scalars are not."""
+    return _placed(value, parameter) if isinstance(value, Tensor) and value.shape == parameter.shape else value
+
+
+class _Flattened:
+    """Nested values with their tensors taken out: ``plain`` is JSON that refers to ``tensors`` by number."""
+
+    def __init__(self, value: Any) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.plain = self._flatten(value)
+
+    def _flatten(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            key = str(len(self.tensors))
+            self.tensors[key] = _whole(value)
+            return {TENSOR: key}
+        if isinstance(value, dict):
+            assert all(isinstance(key, str) for key in value), "JSON would turn other keys into words"
+            return {key: self._flatten(entry) for key, entry in value.items()}
+        if isinstance(value, tuple):
+            return {TUPLE: [self._flatten(entry) for entry in value]}
+        return [self._flatten(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _unflatten(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, dict):
+        if set(value) == {TENSOR}:
+            return tensors[value[TENSOR]]
+        if set(value) == {TUPLE}:
+            return tuple(_unflatten(entry, tensors) for entry in value[TUPLE])
+        return {key: _unflatten(entry, tensors) for key, entry in value.items()}
+    return [_unflatten(entry, tensors) for entry in value] if isinstance(value, list) else value
+
+
+# ---- files ----
+
+
+def _fingerprint(path: Path) -> list[Any]:
+    with path.open("rb") as file:
+        return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+
+
+def _flush(path: Path) -> None:
+    """Onto the disk, so that the rename cannot overtake the contents."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,467 @@
+"""The training loop: accelerate for devices, precision and processes; everything else is here to read.
+
+    for every update:   learning rate and seed of this step  ->  micro-batches: forward, backward  ->  clip  ->  optimizer.step()
+    now and then:       a log row, a validation with a look at the masks, a checkpoint
+
+Order of examples, learning rate and random numbers are functions of the seed and the step, so a checkpoint needs none of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import platform
+import resource
+import statistics
+import time
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+import nmsparse as nm
+from nmsparse.functional import hash_integers
+from nmsparse.workbench.extras import package
+from nmsparse.workbench.models import build_model, load_pretrained, model_info, models
+from nmsparse.workbench.records import RESULT, RUN, RunRecord, RunWriter
+from nmsparse.workbench.tasks import Batch, Task, load_task, tasks
+from nmsparse.workbench.training._checkpoints import CheckpointError, Checkpoints, Restorable, read_facts, restore
+from nmsparse.workbench.training._config import TrainConfig
+from nmsparse.workbench.training._order import Order, learning_rate
+from nmsparse.workbench.training._telemetry import MaskWatch, gradient_noise
+
+
+class DivergenceError(FloatingPointError):
+    """Training stopped at a loss or gradient that is NaN or infinite."""
+
+
+class Progress(Protocol):
+    """Listens to a run."""
+
+    def __call__(self, step: int, row: dict[str, Any] | None) -> None:
+        """After every update; ``row`` is the log row where one was written."""
+
+
+def silent(step: int, row: dict[str, Any] | None) -> None:
+    """The listener that says nothing."""
+
+
+def train(config: TrainConfig, folder: str | Path, *, resume: bool = False, progress: Progress = silent) -> RunRecord:
+    """Train as the configuration says; records, checkpoints and the finished model go into the folder.
+
+    ``resume`` continues from the newest checkpoint, or from the start if there is none. A folder that holds a run is refused
+    otherwise, and so is a run with other settings. A finished run is returned as it is.
+    """
+    folder = Path(folder)
+    if resume and (folder / RUN).exists() and (folder / RESULT).exists():
+        record = RunRecord(folder)
+        _check_same_run(config, record)
+        if record.result is not None and record.result["status"] == "finished":
+            return record
+    if not resume and (folder / RUN).exists():
+        raise ValueError(f"{folder} holds a run already: resume it, or choose another folder.")
+    session = Session(config, folder, resume)
+    try:
+        session.fit(progress)
+    except FloatingPointError as error:
+        raise DivergenceError(session.give_up(str(error))) from error
+    finally:
+        session.close()
+    return RunRecord(folder)
+
+
+def _check_same_run(config: TrainConfig, record: RunRecord) -> None:
+    differences = config.differences(TrainConfig.from_dict(record.info["config"], str(record.folder / RUN)))
+    if differences:
+        raise ValueError(f"{record.folder} holds another run ({'; '.join(differences[:4])}): choose another folder.")
+
+
+@dataclass
+class Interval:
+    """What happened since the last log row."""
+
+    losses: list[Tensor]
+    norms: list[Tensor]
+    units: int = 0
+
+
+class Session:
+    """One run while it trains."""
+
+    def __init__(self, config: TrainConfig, folder: Path, resume: bool) -> None:
+        self.config = config
+        self.folder = folder
+        self.accelerator = _accelerator(config, folder)
+        self.task = open_task(config)
+        self.parts = config.accumulate * self.accelerator.num_processes
+        if config.batch % self.parts:
+            raise ValueError(
+                f"batch = {config.batch} examples do not divide into {config.accumulate} micro-batches on "
+                f"{self.accelerator.num_processes} processes."
+            )
+        torch.manual_seed(config.seed)  # recipes with one seed start from the same weights
+        bare, targets, exclude = make_model(config, self.task)
+        self.run = nm.sparsify_(bare, config.make_recipe(), targets, exclude, emulate=config.emulate, seed=config.seed)
+        optimizer = _make_optimizer(config, bare, self.accelerator.device)
+        if config.compile:
+            bare.compile()
+        self.model, self.optimizer = self.accelerator.prepare(bare, optimizer)
+        self.bare: nn.Module = self.accelerator.unwrap_model(self.model)
+        self.inner: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        self.run.attach(self.inner, total_steps=config.steps, stats_every=config.intervals[0])
+        self.order = Order(len(self.task.train), config.batch, config.seed)
+        self.watch = MaskWatch(self.bare, self.run)
+        self.checkpoints = Checkpoints(folder / "checkpoints", config.keep)
+        self.step = 0
+        """Updates done."""
+        self.seconds = 0.0
+        self.interval = Interval([], [])
+        if resume:
+            self._restore()
+        kept = self.step if self.step else -1  # rows of step 0 are written anew by a run that starts anew
+        self.writer = RunWriter(folder, kept) if self.accelerator.is_main_process else None
+        if self.writer is not None:
+            self.writer.describe(self._describe())
+        if config.tracker:
+            self.accelerator.init_trackers("nmsparse", {key: str(value) for key, value in config.to_dict().items()})
+
+    # ---- one update ----
+
+    def fit(self, progress: Progress) -> None:
+        log_every, eval_every, checkpoint_every = self.config.intervals
+        if self.step == 0:
+            self._look()
+        self.model.train()
+        started = self._now()
+        while self.step < self.config.steps:
+            self._update()
+            is_last = self.step == self.config.steps
+            row = None
+            if is_last or self.step % log_every == 0:
+                spent = self._now() - started
+                row = self._log(spent)
+                started = self._now()
+            progress(self.step, None if row is None else {**row, "unit": self.task.unit})
+            if is_last or self.step % eval_every == 0:
+                pause = self._now()
+                self._validate()
+                self._look()
+                started += self._now() - pause
+            if is_last or self.step % checkpoint_every == 0:
+                pause = self._now()
+                self._check_losses()
+                self._save()
+                started += self._now() - pause
+        self._finish()
+
+    def _update(self) -> None:
+        config = self.config
+        lr = learning_rate(self.step, config.steps, config.peak_lr, config.schedule, config.warmup)
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+        rank, processes = self.accelerator.process_index, self.accelerator.num_processes
+        torch.manual_seed(hash_integers(config.seed, self.step, rank))  # of dropout
+        total = torch.zeros((), device=self.accelerator.device)
+        for micro in range(config.accumulate):
+            part = micro * processes + rank
+            batch = self._batch(self.task.train.__getitems__(self.order.indices(self.step, part, self.parts)), part)
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(**batch).loss
+                total += loss.detach() / config.accumulate
+                self._check_at_once(total)
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    self._clip()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            self.interval.units += self.task.tokens(batch)
+        self.interval.losses.append(total)
+        self.step += 1
+
+    def _batch(self, batch: Batch, part: int) -> Batch:
+        on_device = {name: tensor.to(self.accelerator.device, non_blocking=True) for name, tensor in batch.items()}
+        return self.task.augment(
+            on_device, torch.Generator().manual_seed(hash_integers(self.config.seed, self.step, part, 0xA06))
+        )
+
+    def _clip(self) -> None:
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip or math.inf)
+        self.interval.norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    # ---- NaN and Inf ----
+
+    def _check_at_once(self, loss: Tensor) -> None:
+        """On a CPU looking costs nothing; a GPU would wait, so it looks when rows are written and before a checkpoint."""
+        if self.accelerator.device.type == "cpu" and not math.isfinite(float(loss)):
+            raise FloatingPointError(f"the loss is {float(loss)} at update {self.step + 1}")
+
+    def _check_losses(self) -> None:
+        losses = torch.stack(self.interval.losses).tolist() if self.interval.losses else []
+        for offset, loss in enumerate(losses):
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"the loss is {loss} at update {self.step - len(losses) + offset + 1}")
+
+    def give_up(self, reason: str) -> str:
+        good = self.checkpoints.newest()
+        where = "there is no checkpoint yet" if good is None else f"the last good checkpoint is {good}"
+        message = f"{reason.rstrip('.')}; training stopped, {where}. Lower the learning rate, clip harder, or use bf16."
+        if self.writer is not None:
+            self.writer.finish({"status": "diverged", "steps": self.step, "message": message, "seconds": self.seconds})
+        return message
+
+    # ---- rows ----
+
+    def _now(self) -> float:
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _log(self, spent: float) -> dict[str, Any]:
+        self._check_losses()
+        updates = len(self.interval.losses)
+        self.seconds += spent
+        total = self.run.stats()["total"]
+        sparse: list[Tensor] = [self.bare.get_submodule(name).get_parameter("weight") for name in self.run.layers]
+        row = {
+            "loss": float(self.accelerator.reduce(torch.stack(self.interval.losses).mean(), "mean")),
+            "lr": self.inner.param_groups[0]["lr"],
+            "grad_norm": float(torch.stack(self.interval.norms).mean()) if self.interval.norms else None,
+            "step_ms": 1e3 * spent / updates,
+            "units_per_second": self.interval.units * self.accelerator.num_processes / spent,
+            "seconds": self.seconds,
+            "flip_rate": total["flip_rate"],
+            "density": total["density"],
+            "gradient_noise": gradient_noise(self.inner, sparse),
+            "memory_gib": _memory(self.accelerator.device) / 2**30,
+        }
+        self.interval = Interval([], [])
+        self._write("train", row)
+        return row
+
+    def _write(self, kind: str, values: dict[str, Any]) -> None:
+        if self.writer is not None:
+            self.writer.add(kind, self.step, **values)
+        if self.config.tracker:
+            named = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
+            self.accelerator.log(named, step=self.step)
+
+    @torch.no_grad()
+    def _validate(self) -> dict[str, float]:
+        """Metrics of the weights that would be shipped: in evaluation mode, layers obey their final pattern."""
+        self.model.eval()
+        totals: dict[str, Tensor] = {}
+        for indices, counts in self._validation_batches():
+            batch = {name: t.to(self.accelerator.device) for name, t in self.task.valid.__getitems__(indices).items()}
+            with self.accelerator.autocast():
+                measured = self.task.measure(self.model(**batch), batch)
+            totals = {name: totals.get(name, 0) + counts * value for name, value in measured.items()}
+        self.model.train()
+        gathered = {name: self.accelerator.reduce(value, "sum") for name, value in totals.items()}
+        metrics = self.task.summarize(gathered)
+        self._write("valid", dict(metrics))
+        return metrics
+
+    def _validation_batches(self) -> list[tuple[list[int], int]]:
+        """Examples that this process measures, and whether they count: one without work measures something, for nothing, because
+        all processes must go through the same collectives."""
+        config, processes = self.config, self.accelerator.num_processes
+        wanted = min(len(self.task.valid), config.eval_batches * config.batch or len(self.task.valid))
+        size = config.batch // self.parts
+        batches = [list(range(start, min(start + size, wanted))) for start in range(0, wanted, size)]
+        mine = batches[self.accelerator.process_index :: processes]
+        return [(batch, 1) for batch in mine] or [(batches[0], 0)]
+
+    def _look(self) -> None:
+        """The masks, and each layer's statistics."""
+        self._write("masks", dict(self.watch.look()))
+        corner = self.watch.corner()
+        layers = self.run.stats()["layers"]
+        if self.writer is not None:
+            self.writer.add("layers", self.step, layers=layers)
+            if corner is not None:
+                self.writer.add("mask", self.step, **corner)
+
+    # ---- checkpoints ----
+
+    @property
+    def _state(self) -> Restorable:
+        return Restorable(self.bare, self.inner, self.run, self.watch, self.accelerator.scaler)
+
+    def _save(self) -> None:
+        facts = {"config": self.config.to_dict(), "seconds": self.seconds}
+        self.checkpoints.save(self.step, self._state, facts, self.accelerator.is_main_process)
+        self.accelerator.wait_for_everyone()
+
+    def _restore(self) -> None:
+        newest = self.checkpoints.newest()
+        if newest is None:
+            return
+        facts = read_facts(newest)
+        differences = self.config.differences(TrainConfig.from_dict(facts["config"], str(newest)))
+        if differences:
+            raise CheckpointError(f"{newest} was made with other settings: {'; '.join(differences[:4])}.")
+        restore(newest, self._state)
+        self.step, self.seconds = facts["step"], facts["seconds"]
+
+    # ---- the end ----
+
+    def _finish(self) -> None:
+        shipped = self._ship()
+        if self.writer is not None:
+            self._conclude(self.writer, shipped)
+        self.accelerator.wait_for_everyone()
+
+    def _conclude(self, writer: RunWriter, shipped: dict[str, Any]) -> None:
+        record = RunRecord(self.folder)
+        step_ms = statistics.median(row["step_ms"] for row in record.rows("train"))
+        valid = {name: value for name, value in record.rows("valid")[-1].items() if name not in ("kind", "step")}
+        writer.finish(
+            {"status": "finished", "steps": self.step, "valid": valid, **shipped, "step_ms": step_ms, "seconds": self.seconds}
+        )
+
+    @torch.no_grad()
+    def _ship(self) -> dict[str, Any]:
+        """Write the finished model and count what is in the file."""
+        self.bare.eval()
+        sparse = [nm.effective_weight(self.bare.get_submodule(name)) for name in self.run.layers]
+        whole = [weight.full_tensor() if hasattr(weight, "full_tensor") else weight for weight in sparse]  # pyrefly: ignore
+        non_zero = sum(int((weight != 0).sum()) for weight in whole) / max(1, sum(weight.numel() for weight in whole))
+        if any(hasattr(weight, "full_tensor") for weight in sparse) or not self.accelerator.is_main_process:
+            return {"non_zero": non_zero, "violations": None, "model": None}  # a sharded model stays in its checkpoint
+        target = self.folder / "model"
+        nm.save(self.bare, target)
+        if hasattr(self.bare, "config"):
+            configuration: Any = copy(self.bare.config)
+            configuration.architectures = [type(self.bare).__name__]
+            configuration.save_pretrained(target)
+        is_sparse = self.run.layers and not nm.recipe_info(self.run.recipe).ends_dense and self.config.recipe != "dense"
+        broken = sum(t.violations for t in nm.verify(target).tensors if t.status != "dense") if is_sparse else 0
+        return {"non_zero": non_zero, "violations": broken, "model": target.name}
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+        with contextlib.suppress(Exception):
+            self.accelerator.end_training()
+        _forget_accelerator()
+
+    def _describe(self) -> dict[str, Any]:
+        config, task = self.config, self.task
+        sparse = sum(self.bare.get_submodule(name).get_parameter("weight").numel() for name in self.run.layers)
+        parameters = sum(parameter.numel() for parameter in self.bare.parameters())
+        return {
+            "label": config.label,
+            "recipe": config.recipe,
+            "pattern": config.pattern,
+            "seed": config.seed,
+            "task": {
+                "name": task.name,
+                "headline": task.headline,
+                "higher_is_better": task.higher_is_better,
+                "unit": task.unit,
+                "train_examples": len(task.train),
+                "valid_examples": len(task.valid),
+            },
+            "config": config.to_dict(),
+            "model": {
+                "name": config.pretrained or _model_name(config, task),
+                "parameters": parameters,
+                "sparse_parameters": sparse,
+            },
+            "environment": _environment(self.accelerator),
+            "skipped": self.run.skipped,
+            "products": self.run.products,
+        }
+
+
+# ---- building ----
+
+
+def _accelerator(config: TrainConfig, folder: Path) -> Any:
+    accelerate = package("accelerate")
+    available = [str(getattr(name, "value", name)) for name in accelerate.tracking.get_available_trackers()]
+    for name in config.tracker:
+        if name not in available:
+            raise ValueError(f"tracker {name!r} is not installed here; installed are: {', '.join(available) or 'none'}.")
+    _forget_accelerator()
+    return accelerate.Accelerator(
+        mixed_precision="no" if config.precision == "fp32" else config.precision,
+        gradient_accumulation_steps=config.accumulate,
+        log_with=list(config.tracker) or None,
+        project_dir=folder / "trackers" if config.tracker else None,
+        cpu=not torch.cuda.is_available(),
+    )
+
+
+def _forget_accelerator() -> None:
+    """accelerate keeps one state per process; a second run with another precision would be refused."""
+    accelerate = package("accelerate")
+    accelerate.state.AcceleratorState._reset_state()
+    accelerate.state.GradientState._reset_state()
+
+
+def open_task(config: TrainConfig) -> Task:
+    """The task of a run; a pretrained encoder brings its own vocabulary."""
+    info = next((info for info in tasks() if info.name == config.task.partition(":")[0]), None)
+    folder = Path(config.pretrained) if config.pretrained is not None and info and info.kind == "sentences" else None
+    has_words = folder is not None and any((folder / name).exists() for name in ("tokenizer.json", "vocab.txt"))
+    return load_task(
+        config.task, config.data_dir, length=config.length, limit=config.limit, vocabulary=folder if has_words else None
+    )
+
+
+def _model_name(config: TrainConfig, task: Task) -> str:
+    return config.model or next(info.name for info in models() if task.facts.kind in info.kinds)
+
+
+def make_model(config: TrainConfig, task: Task) -> tuple[nn.Module, str | list[str], list[str] | None]:
+    """The model, which of its layers to make sparse, and which not."""
+    if config.pretrained is not None:
+        model, targets, exclude = load_pretrained(config.pretrained, task.facts), "all-linear", None
+        if not any(isinstance(module, nn.Linear) for name, module in model.named_modules() if "classifier" not in name):
+            targets, exclude = "all", ["classifier.1"]  # a ResNet: its only linear layer is the head
+    else:
+        info = model_info(_model_name(config, task))
+        sizes = {"width": config.width, "layers": config.layers, "heads": config.heads, "dropout": config.dropout}
+        model, targets, exclude = build_model(info.name, task.facts, **sizes), info.targets, list(info.exclude) or None  # pyrefly: ignore
+    if config.targets:
+        is_keyword = len(config.targets) == 1 and config.targets[0] in ("all", "all-linear")
+        return model, config.targets[0] if is_keyword else config.targets, config.exclude or None
+    return model, targets, config.exclude or exclude
+
+
+def _make_optimizer(config: TrainConfig, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
+    """Weight decay acts on matrices and filters, not on biases and norms."""
+    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
+    others = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    if config.chosen_optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.peak_lr, momentum=config.momentum)
+    kind = nm.StepAdamW if config.chosen_optimizer == "step-adamw" else torch.optim.AdamW
+    return kind(groups, lr=config.peak_lr, fused=device.type == "cuda")
+
+
+def _memory(device: torch.device) -> int:
+    """Most bytes that this process has held, on the device it trains on."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
+
+
+def _environment(accelerator: Any) -> dict[str, Any]:
+    device = accelerator.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+    versions = {name: package(name).__version__ for name in ("accelerate", "transformers")}
+    return {
+        "nmsparse": nm.__version__,
+        "torch": torch.__version__,
+        **versions,
+        "python": platform.python_version(),
+        "device": name,
+        "processes": accelerator.num_processes,
+        "cpu_threads": torch.get_num_threads(),
+    }

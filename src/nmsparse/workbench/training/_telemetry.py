@@ -1,0 +1,111 @@
+"""What a run tells about its masks and gradients while it trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import nmsparse as nm
+from nmsparse.functional import pack_bits, unpack_bits
+
+ENTRIES = 1 << 20
+"""Mask bits that are followed per layer, from its first rows: a large model's masks would not fit twice beside it."""
+PICTURE_ROWS, PICTURE_COLUMNS = 32, 64
+
+
+class MaskWatch:
+    """Follows the masks of the sparse layers from one validation to the next."""
+
+    def __init__(self, model: nn.Module, run: nm.Run) -> None:
+        self.modules = {name: model.get_submodule(name) for name in run.layers}
+        self.picture = next(iter(list(self.modules)[len(self.modules) // 2 :]), None)
+        """The layer whose mask is shown: one from the middle of the model."""
+        self._first: dict[str, Tensor] = {}
+        self._last: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def look(self) -> dict[str, float | None]:
+        """Share of mask bits that differ from the last look, and from the first."""
+        masks = {name: pack_bits(_mask(module)[: _rows(module)]).cpu() for name, module in self.modules.items()}
+        shares = {"churn": self._differing(self._last, masks), "from_start": self._differing(self._first, masks)}
+        self._first = self._first or masks
+        self._last = masks
+        return shares
+
+    def _differing(self, before: dict[str, Tensor], after: dict[str, Tensor]) -> float | None:
+        if not before:
+            return None
+        changed = sum(
+            int(unpack_bits(before[name] ^ bits, torch.Size((8 * bits.numel(),))).sum()) for name, bits in after.items()
+        )
+        return changed / max(1, sum(_rows(m) * _columns(m) for m in self.modules.values()))
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: a resumed run compares with the same masks."""
+        return {"first": self._first, "last": self._last}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._first, self._last = state["first"], state["last"]
+
+    @torch.no_grad()
+    def corner(self) -> dict[str, Any] | None:
+        """The upper left corner of one mask as a bit string: outputs down, inputs across, where the groups are."""
+        if self.picture is None:
+            return None
+        matrix = _mask(self.modules[self.picture])[:PICTURE_ROWS, :PICTURE_COLUMNS]
+        rows, columns = matrix.shape
+        bits = "".join("1" if bit else "0" for bit in matrix.flatten().tolist())
+        padded = bits + "0" * (-len(bits) % 8)
+        return {"layer": self.picture, "rows": rows, "columns": columns, "bits": int(padded, 2).to_bytes(len(padded) // 8).hex()}
+
+
+def _count(bits: Tensor) -> int:
+    return int(unpack_bits(bits, torch.Size((8 * bits.numel(),))).sum())
+
+
+def _mask(module: nn.Module) -> Tensor:
+    """Which weights the forward product sees as non-zero, (outputs, inputs)."""
+    seen = _whole(nm.effective_weight(module))
+    view = getattr(module, "view_weight", None)
+    return (seen if view is None else view(seen)).flatten(1) != 0
+
+
+def _columns(module: nn.Module) -> int:
+    weight = module.get_parameter("weight")
+    view = getattr(module, "view_weight", None)
+    return (weight if view is None else view(weight)).flatten(1).shape[1]
+
+
+def _rows(module: nn.Module) -> int:
+    """Rows of a mask that are followed."""
+    return min(module.get_parameter("weight").numel() // _columns(module), max(1, ENTRIES // _columns(module)))
+
+
+def _whole(weight: Tensor) -> Tensor:
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # pyrefly: ignore
+
+
+@torch.no_grad()
+def gradient_noise(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> float | None:
+    """Share of Adam's second moment that is variance and not squared mean, over the given parameters; None without moments.
+
+    Both moments are corrected for their start at 0.
+    """
+    mean_square = second_moment = 0.0
+    betas: dict[int, Any] = {id(p): group.get("betas") for group in optimizer.param_groups for p in group["params"]}
+    for parameter in parameters:
+        state = optimizer.state.get(parameter, {})
+        if "exp_avg" not in state or "exp_avg_sq" not in state or betas.get(id(parameter)) is None:
+            continue
+        (first, second), step = betas[id(parameter)], float(state["step"])
+        if step == 0:
+            continue
+        mean_square += float(_total(state["exp_avg"].float().square())) / (1 - first**step) ** 2
+        second_moment += float(_total(state["exp_avg_sq"].float())) / (1 - second**step)
+    return None if second_moment == 0 else min(1.0, max(0.0, 1 - mean_square / second_moment))
+
+
+def _total(values: Tensor) -> Tensor:
+    return _whole(values.sum())

@@ -1,0 +1,168 @@
+"""Comparisons and the commands around them, as a user tries them, without a terminal."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nmsparse.workbench.compare import Candidate, Job, run_study, study
+from nmsparse.workbench.records import RunRecord, find_runs
+from nmsparse.workbench.training import TrainConfig
+
+TINY: dict[str, Any] = {
+    "width": 16, "layers": 1, "heads": 2, "length": 16, "limit": 64, "batch": 4, "steps": 4, "eval_batches": 2, "log_every": 1,
+}  # fmt: skip
+FLAGS = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def nmsparse(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "nmsparse", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
+
+
+# ---- what is compared ----
+
+
+def test_candidates_are_recipes_with_patterns_and_options() -> None:
+    assert Candidate.parse("dense") == Candidate("dense", None, {})
+    assert Candidate.parse("sr-ste@1:4") == Candidate("sr-ste", "1:4", {})
+    assert Candidate.parse("s-ste@1:8:mvue=false,precision=fp8") == Candidate("s-ste", "1:8", {"mvue": False, "precision": "fp8"})
+    assert Candidate.parse("sr-ste:decay=2e-4").options == {"decay": 2e-4}
+    for wrong in ("", "s-ste@", "s-ste:mvue", "@2:4"):
+        with pytest.raises(ValueError, match="is not"):
+            Candidate.parse(wrong)
+
+
+def test_a_study_crosses_recipes_patterns_and_seeds_and_runs_dense_once() -> None:
+    runs = study(TrainConfig(), ["dense", "sr-ste", "s-ste@1:8"], ["2:4", "1:4"], seeds=2)
+    assert list(runs) == [
+        "dense-seed0", "dense-seed1", "sr-ste-2-4-seed0", "sr-ste-2-4-seed1", "sr-ste-1-4-seed0", "sr-ste-1-4-seed1",
+        "s-ste-1-8-seed0", "s-ste-1-8-seed1",
+    ]  # fmt: skip
+    assert runs["sr-ste-1-4-seed1"].pattern == "1:4"
+    assert runs["sr-ste-1-4-seed1"].seed == 1
+
+
+# ---- running it ----
+
+
+def test_a_comparison_trains_reports_and_continues(tmp_path: Path) -> None:
+    """The whole path of make demo: two recipes, two seeds, table, report; a second call has nothing left to do."""
+    arguments = ["compare", "dense", "s-ste", "--seeds", "2", "--output", "out", *FLAGS]
+    first = nmsparse(*arguments, folder=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert "[4 of 4]" in first.stdout
+    assert "validation loss" in first.stdout
+    assert "report: out/report.html" in first.stdout
+    assert "nothing can be said about significance" in first.stdout
+    records = find_runs(tmp_path / "out")
+    assert [record.info["label"] for record in records] == ["dense", "dense", "s-ste 2:4", "s-ste 2:4"]
+    assert all(record.result is not None and record.result["status"] == "finished" for record in records)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "s-ste 2:4" in page
+    with (tmp_path / "out" / "report.results.csv").open() as file:
+        rows = {row["label"]: row for row in csv.DictReader(file)}
+    expected = [record.result["valid"]["loss"] for record in records[2:] if record.result is not None]
+    assert float(rows["s-ste 2:4"]["mean"]) == pytest.approx(sum(expected) / 2)
+    before = {record.folder: (record.folder / "metrics.jsonl").stat().st_mtime_ns for record in records}
+    again = nmsparse(*arguments, "--json", folder=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert {folder: (folder / "metrics.jsonl").stat().st_mtime_ns for folder in before} == before
+    values = json.loads(again.stdout)
+    assert values["failed"] == 0
+    assert [row["label"] for row in values["results"][0]["rows"]] == ["dense", "s-ste 2:4"]
+    other = nmsparse(*arguments, "--lr", "0.5", folder=tmp_path)
+    assert other.returncode == 2
+    assert "holds another run (lr 0.5 against None)" in other.stderr
+
+
+def test_a_run_that_fails_is_named_and_the_others_finish(tmp_path: Path) -> None:
+    good = TrainConfig.from_dict(TINY | {"recipe": "dense", "steps": 1})
+    bad = TrainConfig.from_dict(TINY | {"recipe": "dense", "steps": 1, "model": "nonsense"})
+    jobs = run_study({"bad": bad, "good": good}, tmp_path)
+    assert [job.status for job in jobs] == ["failed", "finished"]
+    assert jobs[0].failure is not None
+    assert "there is no model named 'nonsense'" in jobs[0].failure
+
+
+def test_a_diverged_run_counts_as_diverged(tmp_path: Path) -> None:
+    config = TrainConfig.from_dict(TINY | {"recipe": "dense", "lr": 1e30, "clip": 0.0, "steps": 6})
+    (job,) = run_study({"wild": config}, tmp_path)
+    assert job.status == "diverged"
+    assert "training stopped" in (RunRecord(tmp_path / "wild").result or {})["message"]
+
+
+def test_the_newest_row_is_read_while_a_line_is_being_written(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n{"kind": "valid", "step": 1}\n{"kind": "train", "st')
+    assert Job("a", TrainConfig(), tmp_path).last_row()["step"] == 1
+
+
+# ---- commands ----
+
+
+def test_train_from_a_file_prints_json_and_resumes(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("\n".join(f"{name} = {value}" for name, value in TINY.items()) + '\nrecipe = "dense"\n')
+    first = nmsparse("train", "--config", "run.toml", "--recipe", "ste", "--output", "out", "--json", folder=tmp_path)
+    assert first.returncode == 0, first.stderr
+    values = json.loads(first.stdout)
+    assert (values["label"], values["status"], values["non_zero"]) == ("ste 2:4", "finished", 0.5)
+    again = nmsparse("train", "--resume", "out", folder=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "validation: loss" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "--task", "shakespere"], "shakespere"),
+        (["train", "--task", "cifar10"], "NMSPARSE_DATA"),
+        (["train", "--recipe", "sste"], "sste"),
+        (["train", "--option", "mvue"], "is not an option such as"),
+        (["train", "--model", "vit"], "vit is a model for images"),
+        (["train", "--config", "nowhere.toml"], "nowhere.toml cannot be read"),
+        (["train", "--resume", "nowhere"], "nowhere"),
+        (["train", "--tracker", "nonsense"], "tracker 'nonsense' is not installed"),
+        (["compare", "dense", "x-ste"], "x-ste"),
+        (["compare", "--pattern", "5:4"], "5:4"),
+        (["report", "nowhere"], "nowhere is not a folder"),
+    ],
+)
+def test_wrong_arguments_exit_with_2_and_one_sentence(arguments: list[str], words: str, tmp_path: Path) -> None:
+    result = nmsparse(*arguments, folder=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
+
+
+def test_tasks_and_models_are_listed(tmp_path: Path) -> None:
+    rows = json.loads(nmsparse("tasks", "--json").stdout)
+    assert {"shakespeare", "cifar10", "multi30k", "sst2"} <= {row["name"] for row in rows}
+    assert all(row["models"] for row in rows)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    """torchrun, without other code: the same losses, the same validation."""
+    arguments = ["train", "--recipe", "sr-ste", *FLAGS, "--json"]
+    assert nmsparse(*arguments, "--output", "one", folder=tmp_path).returncode == 0
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "nmsparse"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*launcher, *arguments, "--output", "two"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert result.returncode == 0, result.stderr
+    one, two = RunRecord(tmp_path / "one"), RunRecord(tmp_path / "two")
+    assert two.info["environment"]["processes"] == 2
+    losses = [row["loss"] for row in one.rows("train")]
+    assert [row["loss"] for row in two.rows("train")] == pytest.approx(losses, rel=1e-5)
+    assert one.result is not None
+    assert two.result is not None
+    assert two.result["valid"]["loss"] == pytest.approx(one.result["valid"]["loss"], rel=1e-5)
