@@ -30,7 +30,7 @@ test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 demo: setup
-	$(BIN)/python -m nmsparse compare --seeds 1 --steps 300
+	$(BIN)/python -m nmsparse compare --seeds 3 --steps 150
 
 lint: setup
 	$(BIN)/ruff check .

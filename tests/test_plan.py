@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from toys import assert_follows_its_times
 
 import nmsparse as nm
 from nmsparse.kernels import Choice, Product, _dispatch
@@ -72,6 +75,17 @@ def test_a_product_whose_packing_costs_more_than_it_saves_stays_dense(times: Tim
     assert slow.layers["0"].products["output"].sparse_ms == 0.6
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_the_times_a_plan_follows_them(seed: int, times: Times, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = random.Random(seed)
+    for sizes in itertools.product((64, 128), (64, 128, 256), (64, 128, 256)):
+        times.products[sizes] = (numbers.uniform(0.8, 1.2), numbers.uniform(0.4, 1.2))
+    monkeypatch.setattr(plan_module, "device_milliseconds", lambda call, at_least: numbers.uniform(0.0, 0.3))
+    plan = nm.plan(model(), nm.Trio("2:4"), tokens=256)
+    for layer in plan.layers.values():
+        assert_follows_its_times(layer)
+
+
 def test_packing_of_the_weight_is_shared_by_micro_batches(times: Times) -> None:
     times.pack_ms, times.default = 0.5, (1.0, 0.9)
     one = nm.plan(model(), nm.STE("2:4"), tokens=256)
@@ -112,9 +126,12 @@ def test_without_support_every_layer_says_why() -> None:
 
 
 def test_layers_that_do_not_fit_say_so(times: Times) -> None:
-    plan = nm.plan(nn.Sequential(nn.Linear(62, 64), nn.Linear(48, 64), nn.Linear(64, 8)), nm.STE("2:4"), tokens=64)
+    layers = nn.Linear(62, 64), nn.Linear(48, 64), nn.Linear(48, 48), nn.Linear(64, 8)
+    plan = nm.plan(nn.Sequential(*layers), nm.Trio("2:4"), tokens=64)
     assert "in_features = 62 is not a multiple of 4" in str(reasons(plan, "0")["output"])
     assert "the hardware's layout needs multiples of 64 x 32" in str(reasons(plan, "1")["output"])
+    assert reasons(plan, "1")["grad_weight"] is None  # there tokens are what is packed
+    assert all("the hardware's layout" in str(reason) for reason in reasons(plan, "2").values())
 
 
 def test_conv1d_and_linear_of_one_size_are_measured_apart(times: Times) -> None:

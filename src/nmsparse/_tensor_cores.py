@@ -21,6 +21,11 @@ from nmsparse.recipes import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Clock, Recipe
 
 logger = logging.getLogger("nmsparse")
 SPARSE = "sparse"
+SPARES_MEMORY = True
+"""Some layers make their backward copy in each backward pass, so that a model needs no more memory than in dense training."""
+KEPT, LATE = 2, -7
+"""Eighths of a byte per weight beyond the 2 bytes that compiled dense training keeps from the forward to the backward pass:
+with both copies (of 9/8 bytes each), and with the forward copy alone."""
 
 
 class Verdict(Protocol):
@@ -153,8 +158,24 @@ class TensorCores:
                 layer.sparse = self._examine(handle, self.verdict)
             self._follow_dtype(handle, layer.sparse)
             layer.sparse.set_active(active)
+        self._spare_memory(layers)
         self._packing(layers)
         self._tell(layers)
+
+    def _spare_memory(self, layers: Sequence[LayerHandle]) -> None:
+        """Choose the layers that pack late: as few as make up for what the others keep, spread over the model."""
+        excess = 0
+        for handle in layers:
+            sparse = handle.layer.sparse
+            assert sparse is not None, "decided before"
+            is_kernel = self.recipe.packing is not None and self.recipe.row_order(handle.state) is None
+            has_both = sparse.output and sparse.grad_input and not self.recipe.prunes_channels
+            if not SPARES_MEMORY or not is_kernel or not has_both:
+                sparse.packs_late = False
+                continue
+            size = handle.parameter.numel()
+            sparse.packs_late = excess + KEPT * size > 0
+            excess += (LATE if sparse.packs_late else KEPT) * size
 
     def _examine(self, handle: LayerHandle, verdict: Verdict) -> SparseProducts:
         weight = handle.parameter

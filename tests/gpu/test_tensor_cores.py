@@ -10,12 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from toys import assert_follows_its_times
 
 import nmsparse as nm
 import nmsparse.functional as nmf
 from nmsparse.kernels import (
+    ACTIVATIONS,
     SPARSE_MATMUL,
     Product,
+    activation_backward,
     misfit,
     pack_gradient,
     pack_sparse,
@@ -206,6 +209,70 @@ def test_sampled_weight_gradient_equals_the_reference_product(tokens: int, trans
     got = sampled_grad_weight(grad, x, word, word, transposed)
     got = (got.t() if transposed else got).double()
     assert float((got - exact).norm() / exact.norm()) < 2e-3
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", [100, 4096])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fused_activation_equals_the_reference(activation: str, gated: bool, tokens: int, dtype: torch.dtype) -> None:
+    grad, inner, factor = (torch.randn(tokens, 320, device="cuda").to(dtype) for _ in range(3))
+    keys = [torch.tensor(w, dtype=torch.int32, device="cuda") for w in ((3, 4, 5, 6) if gated else (3, 4))]
+    found = activation_backward(grad, inner, factor if gated else None, keys, activation, True)
+    operands = (grad.cpu(), inner.cpu(), factor.cpu() if gated else None, [key.cpu() for key in keys])
+    wanted = activation_backward(*operands, activation, True)
+    count = 2 if gated else 1
+    for i in (*range(count), -1):
+        torch.testing.assert_close(found[i].cpu(), wanted[i], rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    for i in range(count):
+        alone, _, _ = pack_gradient(found[i], *keys[2 * i : 2 * i + 2], True, False)
+        assert torch.equal(found[count + i].view(torch.uint8), alone.view(torch.uint8))
+
+
+@pytest.mark.usefixtures("every_size_pays")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_fused_mlp_trains_as_its_layers_do(compiled: bool) -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = nn.Linear(256, 1024), nn.Linear(256, 1024), nn.Linear(1024, 256)
+            self.fused = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fused:
+                return nm.nn.fused_mlp(x, up=self.up, down=self.down, gate=self.gate, activation="silu")
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+
+    curves = []
+    for fused in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Gated().cuda()
+        model.fused = fused
+        run = nm.sparsify_(model, nm.Trio("2:4"), targets="all")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        run.attach(optimizer, total_steps=20)
+        forward = torch.compile(model, fullgraph=True) if compiled else model
+        x = torch.randn(1000, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(7))
+        losses = []
+        for _ in range(20):
+            with torch.autocast("cuda", BF16):
+                loss = (forward(x).float() - x.tanh()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        curves.append(losses)
+    assert curves[0] == pytest.approx(curves[1], rel=3e-2)
+
+
+@pytest.mark.usefixtures("every_size_pays")
+def test_a_backward_copy_made_late_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    curves = []
+    for spares in (True, False):
+        monkeypatch.setattr("nmsparse._tensor_cores.SPARES_MEMORY", spares)
+        curves.append(train(nm.Trio("2:4"), 20, "sparse", True))
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
 
 
 def test_operators_pass_opcheck_on_the_gpu() -> None:
@@ -417,8 +484,12 @@ def test_a_plan_is_measured_saved_and_obeyed(tmp_path: Path) -> None:
     for name, layer in plan.layers.items():
         for product, times in layer.products.items():
             assert run.products[name][product] == (times.reason or "sparse")
-    tiny = nm.plan(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)).cuda(), nm.Trio("2:4"), tokens=256)
-    assert all(times.reason for times in tiny.layers["0"].products.values())
+    small = nn.Sequential(nn.Linear(48, 48), nn.Linear(64, 64), nn.Linear(64, 8)).cuda()
+    tiny = nm.plan(small, nm.Trio("2:4"), tokens=256)
+    assert all("hardware's layout" in str(times.reason) for times in tiny.layers["0"].products.values())
+    # which of these products is faster depends on what else runs on the GPU; not that the plan follows its own times
+    assert_follows_its_times(tiny.layers["1"])
+    assert_follows_its_times(plan.layers["0"])
 
 
 def test_peak_memory_of_a_step_is_no_more_than_dense() -> None:
@@ -436,8 +507,10 @@ def test_peak_memory_of_a_step_is_no_more_than_dense() -> None:
         if how == "sparse":
             run.attach(optimizer, stats_every=0)
         forward = torch.compile(model)
-        x = torch.randn(16384, 2048, device="cuda", dtype=BF16)
+        # a layer inside a model: its input needs a gradient, so that dense training keeps its weight too
+        x = torch.randn(16384, 2048, device="cuda", dtype=BF16, requires_grad=True)
         for _ in range(3):
+            x.grad = None
             torch.cuda.reset_peak_memory_stats()
             with torch.autocast("cuda", BF16):
                 loss = forward(x).float().square().mean()
@@ -448,8 +521,8 @@ def test_peak_memory_of_a_step_is_no_more_than_dense() -> None:
         peaks[how] = torch.cuda.max_memory_allocated()
         del model, forward, optimizer, loss, x
         torch.cuda.empty_cache()
-    # two packed copies take 2.25 bytes a weight, dense keeps 2 for the backward pass; and one packed gradient is alive
-    assert peaks["sparse"] <= 1.02 * peaks["dense"]
+    # packed copies take 2.25 bytes a weight in six of the eight layers, 1.125 in the two that pack late; dense keeps 2
+    assert peaks["sparse"] <= peaks["dense"], f"{peaks['sparse'] / peaks['dense']:.4f} of dense"
 
 
 @pytest.mark.slow

@@ -19,29 +19,14 @@ from nmsparse.kernels import packed_size
 from nmsparse.kernels._layout import Major, compress, decompress
 
 pytest.importorskip("triton", reason="Triton is not installed, so there is no kernel to check")
-import numpy as np
-import triton
-import triton.experimental.gluon  # the interpreter imports it, which must not happen in a patched language
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime import JITFunction
-from triton.runtime.interpreter import InterpretedFunction, _patch_lang
-from triton.runtime.jit import mangle_type
+from triton_tools import compiled_for_hopper, interpreted
 
-from nmsparse.kernels import _pack
+from nmsparse.kernels import _pack, _tile
 
 LEGAL = [0x4, 0x8, 0x9, 0xC, 0xD, 0xE]
 GUARD = 64
 both_orders = pytest.mark.parametrize("columns_first", [True, False], ids=["columns first", "rows first"])
 hard_and_soft = pytest.mark.parametrize("scale", [None, 1.375], ids=["hard", "soft"])
-
-
-class Interpreted(InterpretedFunction):
-    """A function that kernels call. Triton's own wrapper patches the language at each call, and never takes that back."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.rewrite()(*args, **kwargs)
 
 
 @pytest.fixture(autouse=True)
@@ -50,14 +35,8 @@ def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if "compiled" in request.fixturenames:
         yield
         return
-    for module in (_pack, tl):
-        for name, function in list(vars(module).items()):
-            if isinstance(function, JITFunction):
-                monkeypatch.setattr(module, name, Interpreted(function.fn))
-    patched = _patch_lang(tl.standard.sum.fn)  # what tl.sum and tl.zeros call
-    with np.errstate(all="ignore"):
+    with interpreted(monkeypatch, _pack, _tile):
         yield
-    patched.restore()
 
 
 @pytest.fixture
@@ -584,25 +563,7 @@ def test_tokens_are_padded_to_whole_atoms():
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], Any]], Any]:
     """Compile a kernel for Hopper with the arguments that a call launches it with."""
-
-    def build(name: str, call: Callable[[], Any]) -> Any:
-        kernel = getattr(_pack, name)
-        launches = []
-
-        class Launch:
-            def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-                return lambda *args, **options: launches.append((args, options))
-
-        monkeypatch.setattr(_pack, name, Launch())
-        call()
-        ((args, constants),) = launches
-        options = {"num_warps": constants.pop("num_warps")}
-        types = [*map(mangle_type, args), *["constexpr"] * len(constants)]
-        signature = dict(zip(kernel.arg_names, types, strict=True))
-        places = {(kernel.arg_names.index(argument),): value for argument, value in constants.items()}
-        return triton.compile(ASTSource(kernel, signature, places), GPUTarget("cuda", 90, 32), options)
-
-    return build
+    return lambda name, call: compiled_for_hopper(monkeypatch, _pack, name, call)
 
 
 @both_orders

@@ -150,6 +150,58 @@ def test_buffers_keep_their_address() -> None:
     assert {name: c.data_ptr() for name, c in run._layers["up"].layer.sparse.copies.items()} == before
 
 
+# ---- memory: some layers make their backward copy in the backward pass ----
+
+
+def copies_of(run: nm.Run) -> dict[str, set[str]]:
+    return {name: set(handle.layer.sparse.copies) for name, handle in run._layers.items()}
+
+
+def bytes_per_weight(run: nm.Run) -> float:
+    held = sum(c.numel() * c.element_size() for handle in run._layers.values() for c in handle.layer.sparse.copies.values())
+    return held / sum(handle.parameter.numel() for handle in run._layers.values())
+
+
+@pytest.mark.parametrize("case", [("trio", {}), ("fst", {"dense_tail": 0.0}), ("trio", {"forward": "hard"})], ids=case_id)
+@pytest.mark.parametrize("kind", ["linear", "conv1d"])
+def test_a_copy_made_late_changes_no_bit(case: Case, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    results = []
+    for spares in (True, False):
+        monkeypatch.setattr("nmsparse._tensor_cores.SPARES_MEMORY", spares)
+        torch.manual_seed(0)
+        sizes = (64, 128), (128, 64), (64, 64)
+        layers = [nn.Linear(i, o) if kind == "linear" else Conv1D(o, i) for i, o in sizes]
+        model = nn.Sequential(layers[0], nn.GELU(), *layers[1:], nn.Linear(64, 8))
+        recipe = nm.recipe(case[0], "2:4", **case[1])
+        run = nm.sparsify_(model, recipe, targets=["0", "2", "3"])
+        optimizer = make_optimizer(recipe, model)
+        run.attach(optimizer, total_steps=STEPS)
+        assert any(how == {"output"} for how in copies_of(run).values()) is spares
+        results.append((train(model, optimizer, 6), [p.detach() for p in model.parameters()]))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+@pytest.mark.parametrize("widths", [(64, 64, 64, 64, 64, 64, 64, 64), (64, 128, 64, 192, 64, 128, 256, 64), (256, 64)])
+def test_packed_copies_take_no_more_than_the_16_bit_weights_of_dense_training(widths: tuple[int, ...]) -> None:
+    sizes = [(a, b) for a, b in zip((64, *widths[:-1]), widths, strict=True)]
+    model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in sizes), nn.Linear(widths[-1], 8))
+    run = nm.sparsify_(model, nm.Trio("2:4"))
+    run.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert 1.125 <= bytes_per_weight(run) <= 2
+    largest = max(a * b for a, b in sizes)
+    total = sum(a * b for a, b in sizes)
+    assert bytes_per_weight(run) > 2 - 1.125 * largest / total, "no more layers than needed"
+
+
+def test_a_single_copy_is_always_kept() -> None:
+    for recipe in (nm.SSTE("2:4"), nm.BiMask("2:4"), nm.SDGP("2:4"), nm.Trio("2:4", forward="double-soft")):
+        _, _, run = make(recipe)
+        assert not any(handle.layer.sparse.packs_late for handle in run._layers.values())
+
+
 def test_loading_weights_packs_them_again() -> None:
     model, _, _ = make(nm.Trio("2:4"))
     torch.manual_seed(3)
@@ -287,7 +339,7 @@ def test_conv1d_of_transformers_packs_the_other_way_round() -> None:
 
 
 def test_operators_pass_opcheck() -> None:
-    from nmsparse.kernels import pack_gradient, pack_sparse, sampled_grad_weight, sparse_matmul
+    from nmsparse.kernels import pack_gradient, pack_sparse, pack_weight, sampled_grad_weight, sparse_matmul
     from nmsparse.kernels._layout import compress
 
     dense = torch.where(nm.functional.magnitude_mask(torch.randn(64, 96), "2:4"), torch.randn(64, 96), 0).bfloat16()
@@ -300,6 +352,8 @@ def test_operators_pass_opcheck() -> None:
     torch.library.opcheck(pack_gradient, (torch.randn(70, 64).bfloat16(), word, word, True, True))
     torch.library.opcheck(pack_gradient, (torch.randn(70, 64).bfloat16(), None, None, False, True))
     torch.library.opcheck(pack_sparse, (dense, False))
+    torch.library.opcheck(pack_weight, (torch.randn(64, 128), None, torch.tensor(1.5), True, False, torch.bfloat16))
+    torch.library.opcheck(pack_weight, (torch.randn(64, 128), torch.rand(64, 128) < 0.5, None, False, True, torch.float16))
     torch.library.opcheck(sampled_grad_weight, (torch.randn(70, 64).bfloat16(), torch.randn(70, 32).bfloat16(), word, word, True))
 
 

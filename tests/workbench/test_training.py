@@ -363,3 +363,17 @@ def test_gradient_noise_is_none_of_a_constant_gradient_and_all_of_a_random_one()
     # the mean over about (1 + beta1) / (1 - beta1) = 19 gradients keeps 1/19 of their variance
     assert noise([torch.randn(1000, generator=generator) for _ in range(200)]) == pytest.approx(1 - 1 / 19, abs=0.02)
     assert noise([]) is None
+
+
+# ---- trackers ----
+
+
+def test_rows_reach_a_tracker(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    record = train(tiny(recipe="sr-ste", steps=2, tracker=["tensorboard"]), tmp_path / "run")
+    (events,) = (tmp_path / "run" / "trackers").rglob("events.out.*.0")
+    found = EventAccumulator(str(events.parent))
+    found.Reload()
+    assert [event.value for event in found.Scalars("train/loss")] == pytest.approx([row["loss"] for row in record.rows("train")])
+    assert {"train/flip_rate", "valid/loss", "masks/from_start"} <= set(found.Tags()["scalars"])

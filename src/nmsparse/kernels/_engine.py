@@ -94,13 +94,6 @@ class Engine:
         packed = Plan(Product(m, 64, k, major == "m", True, True, stored.dtype), self.device).compress(stored)
         return packed[: m * k // 2 + m * k // 16]
 
-    def matmul(self, packed: Tensor, dense: Tensor, product: Product, bias: Tensor | None = None) -> Tensor:
-        """D of a product whose sizes fit the hardware."""
-        shape = (product.n, product.m) if product.d_transposed else (product.m, product.n)
-        out = torch.empty(shape, dtype=product.dtype, device=dense.device)
-        self.plan(product).run(packed, dense, out, bias)
-        return out
-
 
 @cache
 def engine(device: int) -> Engine:

@@ -88,10 +88,11 @@ def _multiply(packed: Tensor, b: Tensor, product: Product, bias: Tensor | None =
         return _reference_matmul(packed, b, product, bias)
     from nmsparse.kernels._engine import engine
 
+    out = packed.new_empty((product.n, product.m) if product.d_transposed else (product.m, product.n))
     with torch.cuda.device(packed.device):
-        return engine(packed.get_device()).matmul(
-            packed, b, product, None if bias is None else bias.to(packed.dtype).contiguous()
-        )
+        fitting_bias = None if bias is None else bias.to(packed.dtype).contiguous()
+        engine(packed.get_device()).plan(product).run(packed, b, out, fitting_bias)
+    return out
 
 
 def _reference_matmul(packed: Tensor, b: Tensor, product: Product, bias: Tensor | None) -> Tensor:
@@ -117,7 +118,7 @@ def _pack_gradient(
         return _fake_pack_gradient(grad, stream, counter, along_tokens, along_channels)
     grad = grad.contiguous()
     majors = (["m"] if along_tokens else []) + (["k"] if along_channels else [])
-    if grad.is_cuda and all(_trusts(grad, major) for major in majors):
+    if majors and all(kernel_packs(grad, major) for major in majors):
         from nmsparse.kernels._pack import pack_gradient as kernel
 
         tokens, channels, sums = kernel(grad, stream, counter, along_tokens=along_tokens, along_channels=along_channels)
@@ -145,23 +146,22 @@ def _fake_pack_gradient(
 def _pack_gradient_plainly(
     grad: Tensor, stream: Tensor | None, counter: Tensor | None, along_tokens: bool, along_channels: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    count, channels = grad.shape
+    count = grad.shape[0]
     full = F.pad(grad, (0, 0, 0, padded(count) - count))
     tokens, features, sums = grad.new_empty(0), grad.new_empty(0), grad.new_empty(0, dtype=torch.float32)
     if along_tokens:
         assert stream is not None, "MVUE draws numbers"
         assert counter is not None, "MVUE draws numbers"
-        uniform = counter_uniform_grid(full.shape[0] // 4, channels, stream, counter, grad.device)
-        tokens = _compressed(mvue(full, "2:4", 0, uniform=uniform), "m")
+        tokens = compress_stored(sampled(full, stream, counter), "m")
     if along_channels:
         kept = torch.where(magnitude_mask(full, "2:4"), full, 0)
-        features = _compressed(kept, "k")
+        features = compress_stored(kept, "k")
         sums = torch.stack([full.float().abs().sum(1)[:count], kept.float().abs().sum(1)[:count]])
     return tokens, features, sums
 
 
 def _sampled_grad_weight(grad: Tensor, x: Tensor, stream: Tensor, counter: Tensor, d_transposed: bool) -> Tensor:
-    """dW (O, I) = MVUE(G)^T X, or (I, O): packing and product in one, so that the packed copy lives no longer than it must."""
+    """dW (O, I) = MVUE(G)^T X, or (I, O): packing and product in one op, so that only one packed gradient is alive."""
     if not grad.shape[0]:
         return _fake_sampled_grad_weight(grad, x, stream, counter, d_transposed).zero_()
     if x.dtype != grad.dtype or x.device != grad.device or x.shape[0] != grad.shape[0]:
@@ -170,6 +170,13 @@ def _sampled_grad_weight(grad: Tensor, x: Tensor, stream: Tensor, counter: Tenso
     channels, rows = grad.shape[1], padded(grad.shape[0])
     product = Product(channels, x.shape[1], rows, True, False, d_transposed, grad.dtype)
     return _multiply(packed, _fit_rows(x, rows, False), product)
+
+
+def sampled(full: Tensor, stream: Tensor, counter: Tensor) -> Tensor:
+    """MVUE along tokens, of whole atoms of them."""
+    tokens, channels = full.shape
+    uniform = counter_uniform_grid(tokens // 4, channels, stream, counter, full.device)
+    return mvue(full, "2:4", 0, uniform=uniform)
 
 
 def _fake_sampled_grad_weight(grad: Tensor, x: Tensor, stream: Tensor, counter: Tensor, d_transposed: bool) -> Tensor:
@@ -182,18 +189,34 @@ def _pack_sparse(x: Tensor, m_major: bool) -> Tensor:
     if not rows:
         return _fake_pack_sparse(x, m_major)
     full = F.pad(x, (0, 0, 0, padded(rows) - rows)).contiguous()
-    if full.is_cuda and _trusts(full, "m" if m_major else "k"):
+    if kernel_packs(full, "m" if m_major else "k"):
         from nmsparse.kernels._pack import pack_weight as kernel
 
         packed = full.new_empty(packed_size(full.shape[0], columns))
         copies = (None, packed) if m_major else (packed, None)
         kernel(full, *copies, columns_first=not m_major)
         return packed
-    return _compressed(full, "m" if m_major else "k")
+    return compress_stored(full, "m" if m_major else "k")
 
 
 def _fake_pack_sparse(x: Tensor, m_major: bool) -> Tensor:
     return x.new_empty(packed_size(padded(x.shape[0]), x.shape[1]))
+
+
+def _pack_weight(
+    weight: Tensor, mask: Tensor | None, scale: Tensor | None, columns_first: bool, along_columns: bool, dtype: torch.dtype
+) -> Tensor:
+    """One packed copy of a weight, made where it is used: :func:`pack_weight_` with memory of its own."""
+    packed = _fake_pack_weight(weight, mask, scale, columns_first, along_columns, dtype)
+    copies = (packed, None) if along_columns else (None, packed)
+    pack_weight_(weight, *copies, columns_first=columns_first, mask=mask, scale=scale)
+    return packed
+
+
+def _fake_pack_weight(
+    weight: Tensor, mask: Tensor | None, scale: Tensor | None, columns_first: bool, along_columns: bool, dtype: torch.dtype
+) -> Tensor:
+    return weight.new_empty(packed_size(*weight.shape), dtype=dtype)
 
 
 # ---- registration: by hand, because the wrapper of torch.library.custom_op takes longer than a small product ----
@@ -201,7 +224,7 @@ def _fake_pack_sparse(x: Tensor, m_major: bool) -> Tensor:
 _LIBRARY = torch.library.Library("nmsparse", "FRAGMENT")
 
 
-def _register(schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def register(schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     name = schema.partition("(")[0]
     # without the second tag inductor may hand over tensors in another layout, which would be copied here
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
@@ -211,27 +234,32 @@ def _register(schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -
     return getattr(torch.ops.nmsparse, name).default
 
 
-sparse_matmul = _register(
+sparse_matmul = register(
     "sparse_matmul(Tensor packed, Tensor dense, Tensor? bias, SymInt m, SymInt k, bool m_major, bool b_transposed, "
     "bool d_transposed) -> Tensor",
     _sparse_matmul,
     _fake_sparse_matmul,
 )
-pack_gradient = _register(
+pack_gradient = register(
     "pack_gradient(Tensor grad, Tensor? stream, Tensor? counter, bool along_tokens, bool along_channels) "
     "-> (Tensor, Tensor, Tensor)",
     _pack_gradient,
     _fake_pack_gradient,
 )
-sampled_grad_weight = _register(
+sampled_grad_weight = register(
     "sampled_grad_weight(Tensor grad, Tensor x, Tensor stream, Tensor counter, bool d_transposed) -> Tensor",
     _sampled_grad_weight,
     _fake_sampled_grad_weight,
 )
-pack_sparse = _register("pack_sparse(Tensor x, bool m_major) -> Tensor", _pack_sparse, _fake_pack_sparse)
+pack_weight = register(
+    "pack_weight(Tensor weight, Tensor? mask, Tensor? scale, bool columns_first, bool along_columns, ScalarType dtype) -> Tensor",
+    _pack_weight,
+    _fake_pack_weight,
+)
+pack_sparse = register("pack_sparse(Tensor x, bool m_major) -> Tensor", _pack_sparse, _fake_pack_sparse)
 
 
-# ---- packing of weights: called between steps, into memory that graphs have captured ----
+# ---- packing of weights: as a rule between steps, into memory that graphs have captured ----
 
 
 def pack_weight_(
@@ -264,12 +292,17 @@ def pack_weight_(
     second = torch.where(magnitude_mask(first, "2:4", dims[1]), first, 0)
     for (major, buffer), projected in zip(copies, (first, second) if columns_first else (second, first), strict=True):
         if buffer is not None:
-            buffer.copy_(_compressed(projected.to(buffer.dtype), major))
+            buffer.copy_(compress_stored(projected.to(buffer.dtype), major))
 
 
 def trusts_layout(x: Tensor) -> bool:
     """Whether our kernels may pack in this type on this GPU, in both directions."""
     return _trusts(x, "k") and _trusts(x, "m")
+
+
+def kernel_packs(x: Tensor, major: str) -> bool:
+    """Whether our kernels may write this tensor's packed copy."""
+    return x.is_cuda and _trusts(x, major)
 
 
 def _trusts(x: Tensor, major: str) -> bool:
@@ -278,7 +311,7 @@ def _trusts(x: Tensor, major: str) -> bool:
     return engine(x.get_device()).trusts_layout(x.dtype, "m" if major == "m" else "k")
 
 
-def _compressed(stored: Tensor, major: str) -> Tensor:
+def compress_stored(stored: Tensor, major: str) -> Tensor:
     """Without our kernels: the library's compression on a GPU, the reference on the CPU."""
     if not stored.is_cuda:
         return compress(stored, "m" if major == "m" else "k")

@@ -1,18 +1,9 @@
 """Triton kernels that prune and pack in one pass: read the dense tensor once, write the hardware's layout (see _layout).
 
-A program owns 32 rows x COLUMNS columns of the stored matrix, in two passes of 16 rows, and one warp owns whole rows, so that
-whatever shares a metadata word meets in one thread or in neighbours. In pass j, entry i (0..3) of the four row groups a = 0..3 is
-
-    row = 16 * (a // 2) + 8 * (a % 2) + 4 * j + i          group along rows g = 4 * (a // 2) + 2 * (a % 2) + j
-
-so the rows r and r + 8, whose nibbles share a byte of the K-major metadata, come in the same pass.
-
-Bytes per element: source (2 or 4) + 1.125 for each packed copy.
+Tiles and passes are those of _tile. Bytes per element: source (2 or 4) + 1.125 for each packed copy.
 """
 
 from __future__ import annotations
-
-import contextlib
 
 import torch
 import triton
@@ -20,21 +11,19 @@ import triton.language as tl
 from torch import Tensor
 
 from nmsparse.kernels._layout import packed_size, padded
-
-TILE_ROWS = 32
-
-
-@triton.jit
-def _row(j, i: tl.constexpr):
-    """Rows of the tile that hold entry i of the four row groups of pass j."""
-    a = tl.arange(0, 4)
-    return 16 * (a // 2) + 8 * (a % 2) + 4 * j + i
-
-
-@triton.jit
-def _metadata(packed_ptr, rows, columns, KIND: tl.constexpr):
-    """Where the metadata of a packed operand begins: behind half as many values as it has entries."""
-    return (packed_ptr + rows.to(tl.int64) * columns // 2).to(tl.pointer_type(KIND))
+from nmsparse.kernels._tile import (
+    KINDS,
+    TILE_ROWS,
+    column_numbers,
+    column_words,
+    entry_rows,
+    metadata_of,
+    on_device,
+    pack_sample,
+    store_column_values,
+    store_column_words,
+    with_sign,
+)
 
 
 @triton.jit
@@ -70,12 +59,6 @@ def _compressed(x0, x1, x2, x3, k0, k1, k2, k3):
 
 
 @triton.jit
-def _with_sign(magnitude, x):
-    sign = x.to(tl.int32, bitcast=True) & -2147483648
-    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _threshold(x0, x1, x2, x3):
     """The largest dropped magnitude: the third of four."""
     a0, a1, a2, a3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
@@ -88,7 +71,7 @@ def _shrink(x, threshold, scale):
     """What soft thresholding leaves of an entry, and whether it survives. "not <=" lets NaN through."""
     magnitude = tl.abs(x)
     survives = ~(magnitude <= threshold)
-    return tl.where(survives, _with_sign(magnitude - threshold, x) * scale, 0.0), survives
+    return tl.where(survives, with_sign(magnitude - threshold, x) * scale, 0.0), survives
 
 
 @triton.jit
@@ -132,37 +115,6 @@ def _join4(e0, e1, e2, e3, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _column_words(nibbles, j, COLUMNS: tl.constexpr):
-    """What pass j adds to the metadata of an M-major tile: (4, COLUMNS) nibbles to (2, COLUMNS) half words.
-
-    The bytes of a word are the groups 0 4 1 5 2 6 3 7, so group 4h + 2q + j of this pass is byte 2j + h of half q.
-    """
-    h = tl.arange(0, 2)[:, None, None]
-    return tl.sum(tl.reshape(nibbles, (2, 2, COLUMNS)) << (8 * h), 0) << (16 * j)
-
-
-@triton.jit
-def _store_column_words(words, meta_ptr, row, column, k, left, COLUMNS: tl.constexpr):
-    """Logical rows r and r + 8 (columns here) share a word: low and high nibbles."""
-    pairs = tl.reshape(words, (2, COLUMNS // 16, 2, 8))
-    both = tl.sum(pairs << (4 * tl.arange(0, 2))[None, None, :, None], 2)
-    half = tl.arange(0, 2)[:, None, None]
-    r = tl.arange(0, COLUMNS // 16)[None, :, None] * 16 + tl.arange(0, 8)[None, None, :]
-    logical = column + r
-    word = (logical // 64).to(tl.int64) * k + row + logical % 64 // 16 * 8 + logical % 8  # of 8 bytes
-    tl.store(meta_ptr + 2 * word + half, both, (r < left) & (half >= 0))
-
-
-@triton.jit
-def _store_column_values(first, second, out_ptr, row, j, column, columns, left, COLUMNS: tl.constexpr):
-    """Two values of each group of four rows, M-major: rows 2g and 2g + 1."""
-    c = tl.arange(0, COLUMNS)[None, :]
-    address = out_ptr + (row + _row(j, 0)[:, None]) // 2 * columns + column + c
-    tl.store(address, first.to(out_ptr.dtype.element_ty), c < left)
-    tl.store(address + columns, second.to(out_ptr.dtype.element_ty), c < left)
-
-
-@triton.jit
 def _store_row(
     first,
     second,
@@ -182,7 +134,7 @@ def _store_row(
     low = first.to(KIND).to(tl.uint16, bitcast=True).to(tl.uint32)
     high = second.to(KIND).to(tl.uint16, bitcast=True).to(tl.uint32)
     g = tl.arange(0, GROUPS)[None, :]
-    address = (row + _row(j, i)[:, None]) * (columns // 4) + column // 4 + g
+    address = (row + entry_rows(j, i)[:, None]) * (columns // 4) + column // 4 + g
     tl.store(out_ptr + address, (low | (high << 16)).to(tl.int32, bitcast=True), 4 * g < left)
     halves = tl.reshape(nibbles, (2, 2, GROUPS))
     both = tl.sum(halves << (4 * tl.arange(0, 2))[None, :, None], 1)
@@ -209,7 +161,7 @@ def _load(
 ):
     """Entry i of the row groups of pass j in fp32; zero where masked, and past the last row."""
     c = tl.arange(0, COLUMNS)[None, :]
-    r = row + _row(j, i)[:, None]
+    r = row + entry_rows(j, i)[:, None]
     inside = c < left if ALL_ROWS else (c < left) & (r < rows)
     x = tl.load(x_ptr + r * columns + column + c, inside, other=0.0).to(tl.float32)
     if HAS_MASK:
@@ -232,8 +184,8 @@ def _weight_kernel(
     column = tl.program_id(0) * COLUMNS
     left = columns - column
     scale = tl.load(scale_ptr) if SOFT else 1.0
-    m_meta = _metadata(m_ptr, rows, columns, tl.int32)
-    k_ptr, k_meta = k_packed.to(tl.pointer_type(tl.int32)), _metadata(k_packed, rows, columns, tl.uint8)
+    m_meta = metadata_of(m_ptr, rows, columns, tl.int32)
+    k_ptr, k_meta = k_packed.to(tl.pointer_type(tl.int32)), metadata_of(k_packed, rows, columns, tl.uint8)
     words = tl.full((2, COLUMNS), 0, tl.int32)
     for j in tl.range(2):
         x0 = _load(x_ptr, mask_ptr, row, j, 0, column, rows, columns, left, HAS_MASK, True, COLUMNS)
@@ -248,21 +200,21 @@ def _weight_kernel(
             if EMIT_M:
                 k0, k1, k2, k3 = _kept(x0, x1, x2, x3)
                 first, second, nibbles = _compressed(x0, x1, x2, x3, k0, k1, k2, k3)
-                _store_column_values(first, second, m_ptr, row, j, column, columns, left, COLUMNS)
-                words += _column_words(nibbles, j, COLUMNS)
+                store_column_values(first, second, m_ptr, row, j, column, columns, left, COLUMNS)
+                words += column_words(nibbles, j, COLUMNS)
         else:
             x0, x1, x2, x3, k0, k1, k2, k3 = _project(x0, x1, x2, x3, scale, SOFT)
             if EMIT_M:
                 first, second, nibbles = _compress_projected(x0, x1, x2, x3, k0, k1, k2, k3, SOFT)
-                _store_column_values(first, second, m_ptr, row, j, column, columns, left, COLUMNS)
-                words += _column_words(nibbles, j, COLUMNS)
+                store_column_values(first, second, m_ptr, row, j, column, columns, left, COLUMNS)
+                words += column_words(nibbles, j, COLUMNS)
             if EMIT_K:
                 _project_row(x0, scale, k_ptr, k_meta, row, j, 0, column, columns, left, False, True, KIND, GROUPS)
                 _project_row(x1, scale, k_ptr, k_meta, row, j, 1, column, columns, left, False, True, KIND, GROUPS)
                 _project_row(x2, scale, k_ptr, k_meta, row, j, 2, column, columns, left, False, True, KIND, GROUPS)
                 _project_row(x3, scale, k_ptr, k_meta, row, j, 3, column, columns, left, False, True, KIND, GROUPS)
     if EMIT_M:
-        _store_column_words(words, m_meta, row, column, rows, left, COLUMNS)
+        store_column_words(words, m_meta, row, column, rows, left, COLUMNS)
 
 
 @triton.jit
@@ -280,58 +232,6 @@ def _project_row(
 
 
 @triton.jit
-def _mix(h):
-    """The 32-bit finaliser of functional's counter-based numbers."""
-    h = (h ^ (h >> 16)) * 0x7FEB352D
-    h = (h ^ (h >> 15)) * 0x846CA68B
-    return h ^ (h >> 16)
-
-
-@triton.jit
-def _mix_pair(h):
-    """Half a finaliser, for the xor of two words that are random already; only its upper bits are good."""
-    h = h * 0x7FEB352D
-    return (h ^ (h >> 15)) * 0x846CA68B
-
-
-@triton.jit
-def _bits(element, stream, counter):
-    """functional.counter_bits at flat positions ``element``."""
-    return _mix(_mix(element ^ (stream * 0x9E3779B9)) ^ (counter * 0x85EBCA6B) ^ (stream * 0xC2B2AE35))
-
-
-@triton.jit
-def _sample(x0, x1, x2, x3, u1):
-    """Sample two of four as functional.mvue does, compressed: first and second value, and the nibble. ``u1`` is 1 + u.
-
-    With R the sum of all but the largest magnitude, the spacing of the two points is min(R, (R + largest) / 2), and no
-    magnitude counts for more than the spacing: a dominant entry then fills one spacing and is always hit. What is kept
-    becomes as large as the spacing, or stays as it is if it is larger. A group without a finite sum becomes NaN.
-
-    q - p is exactly the spacing, so the points never fall on one entry: p >= e_i implies q >= e_i + (entry i + 1).
-    """
-    a0, a1, a2, a3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
-    high, low = tl.maximum(a0, a1), tl.minimum(a0, a1)
-    high2, low2 = tl.maximum(a2, a3), tl.minimum(a2, a3)
-    rest = (low + low2) + tl.minimum(high, high2)
-    spacing = tl.minimum(rest, (rest + tl.maximum(high, high2)) * 0.5)
-    reach = tl.maximum(spacing, 1.1754943508222875e-38)  # a lone entry still fills something
-    e0 = tl.minimum(a0, reach)
-    e1 = e0 + tl.minimum(a1, reach)
-    e2 = e1 + tl.minimum(a2, reach)
-    q = u1 * reach
-    p = q - reach
-    second1, second2 = q < e1, (q < e2) | (a3 == 0)  # rounding must not push the point on an entry that is zero
-    first0, first1 = (p < e0) | (second2 & ~(p < e1)) | ~(p < e2), p < e1  # the second took entry 2, or only one is there
-    x = tl.where(first0, x0, tl.where(first1, x1, x2))
-    y = tl.where(second1, x1, tl.where(second2, x2, x3))
-    nibble = tl.where(first0, 0, tl.where(first1, 1, 2)) | tl.where(second1, 4, tl.where(second2, 8, 12))
-    whole = (a0 + a1) + (a2 + a3)
-    poison = whole - whole  # 0, or NaN; adding it also makes a -0.0 positive
-    return _with_sign(tl.maximum(tl.abs(x), spacing), x) + poison, _with_sign(tl.maximum(tl.abs(y), spacing), y) + poison, nibble
-
-
-@triton.jit
 def _gradient_kernel(
     x_ptr, stream_ptr, counter_ptr, m_ptr, k_packed, sums_ptr, rows, padded_rows, columns,
     EMIT_M: tl.constexpr, EMIT_K: tl.constexpr, ALL_ROWS: tl.constexpr, KIND: tl.constexpr, COLUMNS: tl.constexpr,
@@ -345,31 +245,25 @@ def _gradient_kernel(
     column = tl.program_id(0) * COLUMNS
     left = columns - column
     words = tl.full((2, COLUMNS), 0, tl.int32)
-    m_meta = _metadata(m_ptr, padded_rows, columns, tl.int32)
-    k_ptr, k_meta = k_packed.to(tl.pointer_type(tl.int32)), _metadata(k_packed, padded_rows, columns, tl.uint8)
+    m_meta = metadata_of(m_ptr, padded_rows, columns, tl.int32)
+    k_ptr, k_meta = k_packed.to(tl.pointer_type(tl.int32)), metadata_of(k_packed, padded_rows, columns, tl.uint8)
     stream, counter, of_column = 0, 0, 0
     if EMIT_M:
-        stream = tl.load(stream_ptr).to(tl.uint32, bitcast=True)
-        counter = tl.load(counter_ptr).to(tl.uint32, bitcast=True)
-        of_column = _bits((column + tl.arange(0, COLUMNS)).to(tl.uint32), stream ^ 0xFFFFFFFF, counter)[None, :]
+        stream, counter, of_column = column_numbers(column, stream_ptr, counter_ptr, COLUMNS)
     for j in tl.range(2):
         x0 = _load(x_ptr, x_ptr, row, j, 0, column, rows, columns, left, False, ALL_ROWS, COLUMNS)
         x1 = _load(x_ptr, x_ptr, row, j, 1, column, rows, columns, left, False, ALL_ROWS, COLUMNS)
         x2 = _load(x_ptr, x_ptr, row, j, 2, column, rows, columns, left, False, ALL_ROWS, COLUMNS)
         x3 = _load(x_ptr, x_ptr, row, j, 3, column, rows, columns, left, False, ALL_ROWS, COLUMNS)
         if EMIT_M:
-            of_row = _bits(((row + _row(j, 0)) // 4).to(tl.uint32), stream, counter)[:, None]
-            u1 = ((_mix_pair(of_row ^ of_column) >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
-            first, second, nibbles = _sample(x0, x1, x2, x3, u1)
-            _store_column_values(first, second, m_ptr, row, j, column, columns, left, COLUMNS)
-            words += _column_words(nibbles, j, COLUMNS)
+            words += pack_sample(x0, x1, x2, x3, stream, counter, of_column, m_ptr, row, j, column, columns, left, COLUMNS)
         if EMIT_K:
             _emit_token(x0, k_ptr, k_meta, sums_ptr, row, j, 0, column, padded_rows, columns, left, KIND, GROUPS)
             _emit_token(x1, k_ptr, k_meta, sums_ptr, row, j, 1, column, padded_rows, columns, left, KIND, GROUPS)
             _emit_token(x2, k_ptr, k_meta, sums_ptr, row, j, 2, column, padded_rows, columns, left, KIND, GROUPS)
             _emit_token(x3, k_ptr, k_meta, sums_ptr, row, j, 3, column, padded_rows, columns, left, KIND, GROUPS)
     if EMIT_M:
-        _store_column_words(words, m_meta, row, column, padded_rows, left, COLUMNS)
+        store_column_words(words, m_meta, row, column, padded_rows, left, COLUMNS)
 
 
 @triton.jit
@@ -392,24 +286,26 @@ def _emit_token(
     k0, k1, k2, k3 = _kept(e0, e1, e2, e3)
     first, second, nibbles = _compressed(e0, e1, e2, e3, k0, k1, k2, k3)
     _store_row(first, second, nibbles, k_ptr, k_meta, row, j, i, column, columns, left, KIND, GROUPS)
-    sums = sums_ptr + tl.program_id(0).to(tl.int64) * 2 * padded_rows + row + _row(j, i)
+    sums = sums_ptr + tl.program_id(0).to(tl.int64) * 2 * padded_rows + row + entry_rows(j, i)
     tl.store(sums, tl.sum(tl.abs(x), 1))
     tl.store(sums + padded_rows, tl.sum(tl.abs(first) + tl.abs(second), 1))
-
-
-KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 # Columns of a tile and warps of a program, the fastest of seven on an H200 (14336 x 4096 weight, 16384 x 14336 gradient):
 # all of these kernels are bound by instructions, and what fits in registers without spilling predicates wins
 M_MAJOR, K_MAJOR, BOTH_SOFT, BOTH_HARD = (128, 1), (64, 2), (64, 1), (64, 2)
 TOKENS, CHANNELS = (128, 1), (64, 1)
+# the M-major copy alone, of what a projection along columns left (the backward copy, packed late): 0.0911 ms for that weight in
+# fp32, where (64, 1) takes 0.0954 and (128, 1) 0.1165
+M_MAJOR_AFTER_COLUMNS = (64, 2)
 
 
-def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Triton launches on the current device, wherever its arguments are."""
-    here = not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device()
-    return contextlib.nullcontext() if here else torch.cuda.device_of(tensor)
+def _weight_tile(emits_k: bool, emits_m: bool, columns_first: bool, is_soft: bool) -> tuple[int, int]:
+    if emits_k and emits_m:
+        return BOTH_SOFT if is_soft else BOTH_HARD
+    if emits_k:
+        return K_MAJOR
+    return M_MAJOR_AFTER_COLUMNS if columns_first else M_MAJOR
 
 
 def pack_weight(
@@ -428,11 +324,10 @@ def pack_weight(
     direction that comes second keeps the two largest of what the first one left.
     """
     height, width = weight.shape
-    both = BOTH_HARD if scale is None else BOTH_SOFT
-    wide, warps = tile or (M_MAJOR if along_columns is None else K_MAJOR if along_rows is None else both)
+    wide, warps = tile or _weight_tile(along_columns is not None, along_rows is not None, columns_first, scale is not None)
     some = along_rows if along_columns is None else along_columns
     assert some is not None, "at least one copy is asked for"
-    with _on_device(weight):
+    with on_device(weight):
         _weight_kernel[(triton.cdiv(width, wide), height // TILE_ROWS)](
             weight, weight if mask is None else mask.contiguous().view(torch.uint8), weight if scale is None else scale,
             some if along_rows is None else along_rows, some if along_columns is None else along_columns, height, width,
@@ -467,7 +362,7 @@ def pack_gradient(
     m_copy = grad.new_empty(packed_size(channels, rows)) if along_tokens else None
     k_copy = grad.new_empty(packed_size(rows, channels)) if along_channels else None
     sums = grad.new_empty((tiles, 2, rows), dtype=torch.float32) if along_channels else None
-    with _on_device(grad):
+    with on_device(grad):
         _gradient_kernel[(tiles, rows // TILE_ROWS)](
             grad, grad if stream is None else stream, grad if counter is None else counter,
             grad if m_copy is None else m_copy, grad if k_copy is None else k_copy, grad if sums is None else sums,

@@ -5,6 +5,7 @@ from typing import Any
 from nmsparse.nn._compiled import fast
 from nmsparse.nn._convert import RemovedWithSparsity, SparseModule, convert_, densify_, freeze_, layer_sizes, sparse_modules
 from nmsparse.nn._layer import Layer
+from nmsparse.nn._mlp import fused_mlp
 from nmsparse.nn._modules import (
     SparseConv2d,
     SparseLinear,
@@ -36,6 +37,7 @@ __all__ = [
     "fast",
     "final_weight",
     "freeze_",
+    "fused_mlp",
     "grouped_dim",
     "layer_of",
     "layer_sizes",

@@ -21,6 +21,8 @@ class SparseMixin:
     _nmsparse: Layer
     weight: nn.Parameter
     training: bool
+    is_transposed = False
+    """The weight of a linear layer is stored as (I, O)."""
 
     def view_weight(self, tensor: Tensor) -> Tensor:
         """A tensor of the parameter's shape as an (O, ..., I) view."""
@@ -59,7 +61,7 @@ class SparseLinear(SparseMixin, nn.Linear):  # pyrefly: ignore[inconsistent-inhe
     """``nn.Linear`` whose products follow a recipe."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return _linear(self, input, is_transposed=False)
+        return _linear(self, input)
 
 
 def _check_attached(module: SparseMixin) -> None:
@@ -92,11 +94,17 @@ def _apply_products(
         return cast(Tensor, products.apply(layer, training, form, x, weight, bias, dtype))
 
 
-def _linear(module: Any, input: Tensor, is_transposed: bool) -> Tensor:
+def prepare_call(module: Any, input: Tensor) -> tuple[Tensor, Tensor | None, torch.dtype]:
+    """Before the products of a linear layer: its input and bias as autocast wants them, and the type to compute in."""
     _check_attached(module)
     x, bias, dtype = _autocast(input, module.bias, module.weight)
     _prepare_sparse(module, dtype)
-    return _apply_products(LinearProducts, module._nmsparse, module.training, is_transposed, x, module.weight, bias, dtype)
+    return x, bias, dtype
+
+
+def _linear(module: Any, input: Tensor) -> Tensor:
+    x, bias, dtype = prepare_call(module, input)
+    return _apply_products(LinearProducts, module._nmsparse, module.training, module.is_transposed, x, module.weight, bias, dtype)
 
 
 class SparseConv2d(SparseMixin, nn.Conv2d):
@@ -146,11 +154,13 @@ class SparseConv2d(SparseMixin, nn.Conv2d):
 class _TransposedMixin(SparseMixin):
     """Conv1D of GPT-2 is a linear layer that stores its weight as (I, O)."""
 
+    is_transposed = True
+
     def view_weight(self, tensor: Tensor) -> Tensor:
         return tensor.t()
 
     def forward(self, x: Tensor) -> Tensor:
-        return _linear(self, x, is_transposed=True)
+        return _linear(self, x)
 
 
 @cache

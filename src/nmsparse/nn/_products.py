@@ -8,6 +8,7 @@ second copy of a weight outlives the product that needs it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,6 +64,73 @@ def snapshot(layer: Layer) -> Tensor | None:
     return None if counter is None else counter.clone()
 
 
+def serving(layer: Layer, training: bool, dtype: torch.dtype) -> SparseProducts | None:
+    """What runs a call in this type on sparse tensor cores; None where everything is emulated."""
+    return layer.sparse if training and layer.sparse is not None and layer.sparse.serves(dtype) else None
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """One call of a linear layer: what its products have in common. Inputs and gradients are matrices here."""
+
+    layer: Layer
+    training: bool
+    is_transposed: bool
+    sparse: SparseProducts | None
+
+    def _view(self, matrix: Tensor) -> Tensor:
+        """A weight as (O, I), or back as it is stored."""
+        return matrix.t() if self.is_transposed else matrix
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        weight_oi = self._view(weight)
+        if self.sparse is not None and self.sparse.output:
+            return self.sparse.multiply_forward(x, bias, (weight_oi.shape[0], weight_oi.shape[1]))
+        used = forward_weight(self.layer, self.training, weight_oi).to(dtype)
+        if self.layer.recipe.runs_in_fp8:
+            y = matmul_fp8(x, used.t(), E4M3)
+            return y if bias is None else y + bias
+        return F.linear(x, used, bias)
+
+    def gradients(
+        self,
+        grad: Tensor,
+        x: Tensor | None,
+        weight: Tensor,
+        counter: Tensor | None,
+        want_x: bool,
+        want_w: bool,
+        tokens: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Those of input and weight. ``tokens`` is G packed for `grad_weight`, where that has been done already; ``x`` is
+        needed for the weight's only."""
+        grad_x = None
+        if self.sparse is not None:
+            packed, grad_x = _sparse_gradients(self.sparse, self.layer, grad, weight, counter, want_x, want_w)
+            tokens = packed if tokens is None else tokens
+        if want_x and grad_x is None:
+            grad_x = self._emulated_grad_input(grad, weight, counter)
+        if not want_w:
+            return grad_x, None
+        assert x is not None, "needed for the gradient of the weight"
+        return grad_x, self._grad_weight(tokens, grad, x, weight, counter)
+
+    def _emulated_grad_input(self, grad: Tensor, weight: Tensor, counter: Tensor | None) -> Tensor:
+        pruned = input_grad(self.layer, self.training, grad, counter)
+        used = backward_weight(self.layer, self.training, self._view(weight)).to(grad.dtype)
+        return matmul_fp8(pruned, used, E5M2) if self.layer.recipe.runs_in_fp8 else pruned @ used
+
+    def _grad_weight(self, tokens: Tensor | None, grad: Tensor, x: Tensor, weight: Tensor, counter: Tensor | None) -> Tensor:
+        if self.sparse is not None and self.sparse.grad_weight:
+            product = self._view(self.sparse.multiply_weight(tokens, grad, x, self.layer.state, counter))
+        else:
+            sample = weight_sample(self.layer, self.training, grad, counter)
+            product = matmul_fp8(sample.t(), x, E5M2) if self.layer.recipe.runs_in_fp8 else sample.t() @ x
+        if self.training:
+            product = self.layer.recipe.weight_grad(product, self._view(weight), self.layer.state)
+        return self._view(product).to(weight.dtype)
+
+
 class LinearProducts(torch.autograd.Function):
     """y = x Wf^T + b, and its gradients."""
 
@@ -78,53 +146,22 @@ class LinearProducts(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         counter = snapshot(layer)
-        ctx.layer, ctx.training, ctx.is_transposed, ctx.has_bias = layer, training, is_transposed, bias is not None
-        ctx.sparse = layer.sparse if training and layer.sparse is not None and layer.sparse.serves(dtype) else None
+        call = ctx.call = LinearCall(layer, training, is_transposed, serving(layer, training, dtype))
+        ctx.has_bias = bias is not None
         ctx.save_for_backward(*((x, weight) if counter is None else (x, weight, counter)))
-        weight_oi = weight.t() if is_transposed else weight
-        if ctx.sparse is not None and ctx.sparse.output:
-            y = ctx.sparse.multiply_forward(x.reshape(-1, x.shape[-1]), bias, (weight_oi.shape[0], weight_oi.shape[1]))
-            return y.view(*x.shape[:-1], y.shape[-1])
-        used = forward_weight(layer, training, weight_oi).to(dtype)
-        if layer.recipe.runs_in_fp8:
-            y = matmul_fp8(x.reshape(-1, x.shape[-1]), used.t(), E4M3).view(*x.shape[:-1], used.shape[0])
-            return y if bias is None else y + bias
-        return F.linear(x, used, bias)
+        y = call.output(x.reshape(-1, x.shape[-1]), weight, bias, dtype)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        layer, training = ctx.layer, ctx.training
         x, weight, *rest = ctx.saved_tensors
         counter = rest[0] if rest else None
-        weight_oi = weight.t() if ctx.is_transposed else weight
-        grad = grad_output.reshape(-1, grad_output.shape[-1])
-        in_fp8 = layer.recipe.runs_in_fp8
-        grad_x = grad_w = grad_b = None
-        want_x, want_w = ctx.needs_input_grad[3], ctx.needs_input_grad[4]
-        tokens = None
-        if ctx.sparse is not None:
-            tokens, grad_x = _sparse_gradients(ctx.sparse, layer, grad, weight, counter, want_x, want_w)
-            grad_x = None if grad_x is None else grad_x.view(x.shape)
-        if want_x and grad_x is None:
-            pruned = input_grad(layer, training, grad, counter)
-            used = backward_weight(layer, training, weight_oi).to(grad.dtype)
-            grad_x = (matmul_fp8(pruned, used, E5M2) if in_fp8 else pruned @ used).view(x.shape)
-        if want_w and ctx.sparse is not None and ctx.sparse.grad_weight:
-            product = ctx.sparse.multiply_weight(tokens, grad, x.reshape(-1, x.shape[-1]), layer.state, counter)
-            product = product.t() if ctx.is_transposed else product  # stored as the weight is, seen as (O, I)
-            product = layer.recipe.weight_grad(product, weight_oi, layer.state)
-            grad_w = (product.t() if ctx.is_transposed else product).to(weight.dtype)
-        elif want_w:
-            sample = weight_sample(layer, training, grad, counter)
-            x_ti = x.reshape(-1, x.shape[-1])
-            product = matmul_fp8(sample.t(), x_ti, E5M2) if in_fp8 else sample.t() @ x_ti
-            if training:
-                product = layer.recipe.weight_grad(product, weight_oi, layer.state)
-            grad_w = (product.t() if ctx.is_transposed else product).to(weight.dtype)
-        if ctx.has_bias and ctx.needs_input_grad[5]:
-            grad_b = grad.sum(0)
-        return None, None, None, grad_x, grad_w, grad_b, None
+        grad, flat = grad_output.reshape(-1, grad_output.shape[-1]), x.reshape(-1, x.shape[-1])
+        wants = ctx.needs_input_grad[3], ctx.needs_input_grad[4]
+        grad_x, grad_w = ctx.call.gradients(grad, flat, weight, counter, *wants)
+        grad_b = grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[5] else None
+        return None, None, None, None if grad_x is None else grad_x.view(x.shape), grad_w, grad_b, None
 
 
 def _sparse_gradients(
@@ -136,8 +173,7 @@ def _sparse_gradients(
     if channels is not None:
         return tokens, sparse.multiply_channels(channels, factor, weight.to(grad.dtype), grad.shape[0])
     if want_x and sparse.grad_input and not recipe.prunes_channels:
-        sizes = (weight.shape[1], weight.shape[0]) if sparse.is_transposed else (weight.shape[0], weight.shape[1])
-        return tokens, sparse.multiply_backward(grad, sizes, recipe.row_order(state))
+        return tokens, sparse.multiply_backward(grad, weight, recipe, state)
     return tokens, None
 
 

@@ -19,6 +19,7 @@ from nmsparse.kernels import (
     misfit,
     pack_gradient,
     pack_sparse,
+    pack_weight,
     pack_weight_,
     packed_size,
     padded,
@@ -27,7 +28,7 @@ from nmsparse.kernels import (
     sparse_matmul,
 )
 from nmsparse.nn._compiled import fast
-from nmsparse.recipes import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, PRODUCTS, Recipe, State
+from nmsparse.recipes import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, PRODUCTS, Packing, Recipe, State
 
 HARDWARE_PATTERN = "2:4"
 
@@ -71,6 +72,8 @@ class SparseProducts:
     """What runs so at present: a recipe may be in a dense phase. Plain attributes, for compilers to guard on."""
     copies: dict[str, Tensor] = field(default_factory=dict)
     """The packed weight for `output` and for `grad_input`."""
+    packs_late: bool = False
+    """The copy for `grad_input` is not kept: each backward pass makes it anew, which costs a read of the weight."""
     packed_from: tuple[int, int] | None = None
     """Address and version of the weight when it was packed."""
     has_engine: bool = False
@@ -112,7 +115,9 @@ class SparseProducts:
     def pack(self, weight: Tensor, recipe: Recipe, state: State) -> None:
         """Prune and pack the stored weight for the products that are active."""
         stored = weight.detach().flatten(1)  # a 1x1 convolution is (O, I, 1, 1)
-        wants_backward = self.grad_input and not recipe.prunes_channels
+        wants_backward = self.grad_input and not recipe.prunes_channels and not self.packs_late
+        if self.packs_late:
+            self.copies.pop(GRAD_INPUT, None)
         forward = self._copy(OUTPUT, stored) if self.output else None
         backward = self._copy(GRAD_INPUT, stored) if wants_backward else None
         self.note_packed(weight)
@@ -122,14 +127,15 @@ class SparseProducts:
         if packing is None or (order is not None and wants_backward):
             self._pack_projected(stored, recipe, state, forward, backward, order)
             return
+        mask, scale = self._operands_of(packing, state)
+        along = (backward, forward) if self.is_transposed else (forward, backward)
+        pack_weight_(stored, *along, columns_first=not self.is_transposed, mask=mask, scale=scale)
+
+    def _operands_of(self, packing: Packing, state: State) -> tuple[Tensor | None, Tensor | None]:
+        """Mask, as the weight is stored, and scale."""
         mask = None if packing.mask is None else state[packing.mask].flatten(1)
-        pack_weight_(
-            stored,
-            *((backward, forward) if self.is_transposed else (forward, backward)),
-            columns_first=not self.is_transposed,
-            mask=mask.t() if mask is not None and self.is_transposed else mask,
-            scale=None if packing.scale is None else state[packing.scale],
-        )
+        scale = None if packing.scale is None else state[packing.scale]
+        return mask.t() if mask is not None and self.is_transposed else mask, scale
 
     def _copy(self, product: str, stored: Tensor) -> Tensor:
         present = self.copies.get(product)
@@ -163,11 +169,21 @@ class SparseProducts:
         out_features, in_features = sizes
         return sparse_matmul(self.copies[OUTPUT], x, bias, out_features, in_features, self.is_transposed, True, True)
 
-    def multiply_backward(self, grad: Tensor, sizes: tuple[int, int], order: Tensor | None) -> Tensor:
+    def multiply_backward(self, grad: Tensor, weight: Tensor, recipe: Recipe, state: State) -> Tensor:
         """dX = G Wb."""
-        out_features, in_features = sizes
+        out_features, in_features = weight.shape[::-1] if self.is_transposed else weight.shape
+        order = recipe.row_order(state)
         rows = grad if order is None else grad.index_select(1, order)
-        return sparse_matmul(self.copies[GRAD_INPUT], rows, None, in_features, out_features, not self.is_transposed, True, True)
+        copy = self._backward_copy(weight, recipe, state)
+        return sparse_matmul(copy, rows, None, in_features, out_features, not self.is_transposed, True, True)
+
+    def _backward_copy(self, weight: Tensor, recipe: Recipe, state: State) -> Tensor:
+        if not self.packs_late:
+            return self.copies[GRAD_INPUT]
+        assert recipe.packing is not None, "only what one kernel packs is packed late"
+        mask, scale = self._operands_of(recipe.packing, state)
+        packed: Tensor = pack_weight(weight, mask, scale, not self.is_transposed, self.is_transposed, self.dtype)
+        return packed
 
     def pack_gradient(
         self, recipe: Recipe, grad: Tensor, state: State, counter: Tensor | None, want_x: bool, want_w: bool

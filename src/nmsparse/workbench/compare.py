@@ -126,15 +126,23 @@ Listener = Callable[[list[Job]], None]
 
 
 def run_study(
-    configs: dict[str, TrainConfig], folder: Path, *, jobs: int | None = None, listen: Listener = lambda jobs: None
+    configs: dict[str, TrainConfig],
+    folder: Path,
+    *,
+    jobs: int | None = None,
+    until: float | None = None,
+    listen: Listener = lambda jobs: None,
 ) -> list[Job]:
-    """Train everything; return the jobs, finished, diverged or failed. ``jobs`` caps how many run at a time."""
+    """Train everything; return the jobs, finished, diverged or failed. ``jobs`` caps how many run at a time.
+
+    After the moment ``until`` (of time.monotonic) no further run starts; those that have not started are returned as waiting.
+    """
     all_jobs = [Job(name, config, folder / name) for name, config in configs.items()]
     for job in all_jobs:
         _prepare(job)
     waiting = [job for job in all_jobs if job.status not in ("finished", "diverged")]
     try:
-        _run(all_jobs, waiting, jobs, listen)
+        _run(all_jobs, waiting, jobs, until, listen)
     except BaseException:
         for job in all_jobs:
             if job.is_running and job.process is not None:
@@ -155,18 +163,25 @@ def _prepare(job: Job) -> None:
     write_json(file, job.config.to_dict())
 
 
-def _run(all_jobs: list[Job], waiting: list[Job], jobs: int | None, listen: Listener) -> None:
+def _run(all_jobs: list[Job], waiting: list[Job], jobs: int | None, until: float | None, listen: Listener) -> None:
     most = min(len(waiting), jobs or (8 if torch.cuda.is_available() else os.cpu_count() or 1)) or 1
     threads = max(1, (os.cpu_count() or 1) // most)
     while waiting or any(job.is_running for job in all_jobs):
         running = [job for job in all_jobs if job.is_running]
-        if waiting and len(running) < most and _fits(running):
+        if until is not None and time.monotonic() > until:
+            waiting.clear()
+        elif waiting and len(running) < most and _fits(running, all_jobs):
             _start(waiting.pop(0), threads)
-        for job in all_jobs:
-            if job.process is not None and job.failure is None and job.status == "failed":
-                job.failure = _last_words(job)
+        _note_failures(all_jobs)
         listen(all_jobs)
         time.sleep(POLL_SECONDS)
+    _note_failures(all_jobs)  # of those that ended since
+
+
+def _note_failures(all_jobs: list[Job]) -> None:
+    for job in all_jobs:
+        if job.process is not None and job.failure is None and job.status == "failed":
+            job.failure = _last_words(job)
 
 
 def _start(job: Job, threads: int) -> None:
@@ -176,19 +191,20 @@ def _start(job: Job, threads: int) -> None:
         job.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
 
-def _fits(running: list[Job]) -> bool:
-    """Whether memory holds one more run like those that are running, going by what the largest of them has taken so far.
+def _fits(running: list[Job], all_jobs: list[Job]) -> bool:
+    """Whether memory holds one more run, going by the largest that any run of this study has taken so far.
 
-    A run that has not logged yet is waited for: nobody knows what it needs.
+    Runs that have not logged yet will take as much as that. Before the first has logged, nobody knows, and it is waited for.
     """
     if not running:
         return True
-    rows = [job.last_row() for job in running]
-    if not all(rows):
+    known = [row["memory_gib"] for job in all_jobs if (row := job.last_row())]
+    if not known:
         return False
-    largest = max(row["memory_gib"] for row in rows) * 2**30
     free = _free_bytes()
-    return free is None or free > 1.2 * largest + (PROCESS_BYTES if torch.cuda.is_available() else 0)
+    most = 1.2 * max(known) * 2**30 + (PROCESS_BYTES if torch.cuda.is_available() else 0)
+    unseen = sum(not job.last_row() for job in running)
+    return free is None or free > (1 + unseen) * most
 
 
 def _free_bytes() -> int | None:

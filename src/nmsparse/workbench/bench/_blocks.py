@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import nmsparse as nm
+from nmsparse.nn import fused_mlp
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,25 @@ def make_blocks(shape: Shape, device: str) -> nn.Module:
     return model.to(device)
 
 
+def fuse_mlps_(model: nn.Module) -> None:
+    """Let the MLPs of these models, whose forward is known, run nmsparse.nn.fused_mlp; for comparison."""
+    for module in model.modules():
+        fused = _FUSED.get(type(module).__name__)
+        if fused is not None:
+            module.forward = partial(fused, module)
+
+
+def _llama_mlp(mlp: Any, x: Tensor) -> Tensor:
+    return fused_mlp(x, up=mlp.up_proj, down=mlp.down_proj, gate=mlp.gate_proj, activation="silu")
+
+
+def _gpt2_mlp(mlp: Any, x: Tensor) -> Tensor:
+    return fused_mlp(x, up=mlp.c_fc, down=mlp.c_proj, activation="gelu_tanh")  # without its dropout, which is 0 here
+
+
+_FUSED = {"LlamaMLP": _llama_mlp, "GPT2MLP": _gpt2_mlp}
+
+
 def meta_model(name: str) -> nn.Module:
     """A model without memory, for its sizes: a shape by name, or whatever transformers can configure."""
     with torch.device("meta"):
@@ -106,9 +127,13 @@ class Trainer:
     optimizer: torch.optim.Optimizer
 
 
-def make_trainer(shape: Shape, device: str, recipe: nm.Recipe | None, plan: nm.Plan | None, emulate: bool = False) -> Trainer:
+def make_trainer(
+    shape: Shape, device: str, recipe: nm.Recipe | None, plan: nm.Plan | None, emulate: bool = False, fused: bool = False
+) -> Trainer:
     torch.manual_seed(0)
     model = make_blocks(shape, device)
+    if fused:
+        fuse_mlps_(model)
     run = None if recipe is None else nm.sparsify_(model, recipe, plan=plan, emulate=emulate)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
     if run is not None:

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import nmsparse as nm
-from nmsparse.kernels import Product, pack_gradient, pack_weight_, packed_size, sparse_matmul, time_products
+from nmsparse.kernels import (
+    Product,
+    activation_backward,
+    pack_gradient,
+    pack_weight_,
+    packed_size,
+    sparse_matmul,
+    time_products,
+)
 from nmsparse.workbench.bench._blocks import MODELS, Shape, blocks_of, captured, make_trainer
 from nmsparse.workbench.bench._records import Recorder
 from nmsparse.workbench.bench._timing import alternate, side_facts
@@ -43,6 +51,11 @@ def bench_kernels(record: Recorder, seconds: float, turns: int, models: list[str
     for name, flags, size in (("MVUE along tokens", (True, False), 3.125), ("SDGP along channels", (False, True), 3.125),
                               ("both, one after the other", (True, True), 6.25)):  # fmt: skip
         cases[f"gradient {name}"] = (size, TOKENS * rows, lambda f=flags: pack_gradient(grad, word, word, *f))
+    gate, up = (torch.randn(TOKENS, rows, device="cuda", dtype=BF16) for _ in range(2))
+    for name, wants, size in (("", False, 12.25), (", hidden again", True, 14.25)):
+        cases[f"gated SiLU backward, both gradients packed{name}"] = (
+            size, TOKENS * rows, lambda w=wants: activation_backward(grad, gate, up, 4 * [word], "silu", w)
+        )  # fmt: skip
     for name, (per_entry, entries, call) in cases.items():
         total = per_entry * entries
         source = torch.empty(int(total / 2), dtype=torch.uint8, device="cuda").random_()

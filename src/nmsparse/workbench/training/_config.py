@@ -38,8 +38,8 @@ class TrainConfig:
     targets: list[str] = setting([], "Layers to make sparse: all-linear, all, or names; by default what suits the model.")
     exclude: list[str] = setting([], "Layers that stay dense, by name or suffix; repeat for several.")
     emulate: bool = setting(False, "Ordinary products on any device, exact to the paper; no sparse tensor cores.")
-    steps: int = setting(400, "Updates.", at_least=1)
-    batch: int = setting(32, "Examples per update, over all processes and micro-batches.", at_least=1)
+    steps: int = setting(300, "Updates.", at_least=1)
+    batch: int = setting(16, "Examples per update, over all processes and micro-batches.", at_least=1)
     accumulate: int = setting(1, "Micro-batches per update.", at_least=1)
     length: int | None = setting(None, "Tokens of a sequence; by default the task's.", at_least=2)
     limit: int | None = setting(None, "Use only so many training and validation examples.", at_least=1)
@@ -49,6 +49,7 @@ class TrainConfig:
     lr: float | None = setting(None, "Peak learning rate; by default 1e-3, with sgd 0.1.", at_least=0)
     weight_decay: float = setting(0.01, "Weight decay.", at_least=0)
     momentum: float = setting(0.9, "Momentum of sgd.", at_least=0)
+    beta2: float = setting(0.999, "Share of its second moment that Adam keeps at an update.", at_least=0)
     schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "Learning rate after the warm-up.")
     warmup: float = setting(0.1, "Share of the run in which the learning rate rises.", at_least=0)
     clip: float = setting(1.0, "Largest norm of all gradients together; 0 switches clipping off.", at_least=0)
@@ -62,6 +63,7 @@ class TrainConfig:
         None, "Updates between checkpoints; by default a fifth of the run.", at_least=1, free=True
     )
     keep: int = setting(2, "Checkpoints to keep.", at_least=1, free=True)
+    save: bool = setting(True, "Write checkpoints and the finished model; a run without them starts anew.", free=True)
     tracker: list[str] = setting([], "Also log to tensorboard, wandb, trackio, ...; repeat for several.", free=True)
     data_dir: str | None = setting(None, "Folder with data sets; by default $NMSPARSE_DATA.", free=True)
 
@@ -71,6 +73,8 @@ class TrainConfig:
             _check(entry.name, getattr(self, entry.name), hints[entry.name], entry.metadata["at_least"])
         if self.warmup > 1:
             raise ValueError(f"warmup is a share of the run, at most 1, got {self.warmup!r}.")
+        if self.beta2 >= 1:
+            raise ValueError(f"beta2 is below 1, got {self.beta2!r}.")
         if self.dropout is not None and self.dropout >= 1:
             raise ValueError(f"dropout is below 1, got {self.dropout!r}.")
         if self.batch % self.accumulate:

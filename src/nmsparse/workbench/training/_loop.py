@@ -31,7 +31,7 @@ from nmsparse.workbench.tasks import Batch, Task, load_task, tasks
 from nmsparse.workbench.training._checkpoints import CheckpointError, Checkpoints, Restorable, read_facts, restore
 from nmsparse.workbench.training._config import TrainConfig
 from nmsparse.workbench.training._order import Order, learning_rate
-from nmsparse.workbench.training._telemetry import MaskWatch, gradient_noise
+from nmsparse.workbench.training._telemetry import MaskWatch, gradient_noise, mean_variance
 
 
 class DivergenceError(FloatingPointError):
@@ -153,7 +153,8 @@ class Session:
             if is_last or self.step % checkpoint_every == 0:
                 pause = self._now()
                 self._check_losses()
-                self._save()
+                if self.config.save:
+                    self._save()
                 started += self._now() - pause
         self._finish()
 
@@ -235,6 +236,8 @@ class Session:
             "flip_rate": total["flip_rate"],
             "density": total["density"],
             "gradient_noise": gradient_noise(self.inner, sparse),
+            "variance": mean_variance(self.inner, sparse),
+            **{name: total[name] for name in ("variance_change", "switched_at") if name in total},
             "memory_gib": _memory(self.accelerator.device) / 2**30,
         }
         self.interval = Interval([], [])
@@ -324,22 +327,30 @@ class Session:
 
     @torch.no_grad()
     def _ship(self) -> dict[str, Any]:
-        """Write the finished model and count what is in the file."""
+        """Write the finished model and count what is in the file, or what would be."""
         self.bare.eval()
         sparse = [nm.effective_weight(self.bare.get_submodule(name)) for name in self.run.layers]
         whole = [weight.full_tensor() if hasattr(weight, "full_tensor") else weight for weight in sparse]  # pyrefly: ignore
         non_zero = sum(int((weight != 0).sum()) for weight in whole) / max(1, sum(weight.numel() for weight in whole))
         if any(hasattr(weight, "full_tensor") for weight in sparse) or not self.accelerator.is_main_process:
             return {"non_zero": non_zero, "violations": None, "model": None}  # a sharded model stays in its checkpoint
+        is_sparse = self.run.layers and not nm.recipe_info(self.run.recipe).ends_dense and self.config.recipe != "dense"
+        if not self.config.save:
+            broken = sum(map(self._violations, self.run.layers)) if is_sparse else 0
+            return {"non_zero": non_zero, "violations": broken, "model": None}
         target = self.folder / "model"
         nm.save(self.bare, target)
         if hasattr(self.bare, "config"):
             configuration: Any = copy(self.bare.config)
             configuration.architectures = [type(self.bare).__name__]
             configuration.save_pretrained(target)
-        is_sparse = self.run.layers and not nm.recipe_info(self.run.recipe).ends_dense and self.config.recipe != "dense"
         broken = sum(t.violations for t in nm.verify(target).tensors if t.status != "dense") if is_sparse else 0
         return {"non_zero": non_zero, "violations": broken, "model": target.name}
+
+    def _violations(self, name: str) -> int:
+        """Groups of a layer that break the pattern."""
+        module: Any = self.bare.get_submodule(name)
+        return int(nm.functional.violations(module.view_weight(nm.effective_weight(module)), self.run.recipe.pattern))
 
     def close(self) -> None:
         if self.writer is not None:
@@ -442,7 +453,7 @@ def _make_optimizer(config: TrainConfig, model: nn.Module, device: torch.device)
     if config.chosen_optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.peak_lr, momentum=config.momentum)
     kind = nm.StepAdamW if config.chosen_optimizer == "step-adamw" else torch.optim.AdamW
-    return kind(groups, lr=config.peak_lr, fused=device.type == "cuda")
+    return kind(groups, lr=config.peak_lr, betas=(0.9, config.beta2), fused=device.type == "cuda")
 
 
 def _memory(device: torch.device) -> int:

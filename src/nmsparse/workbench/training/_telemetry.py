@@ -87,13 +87,23 @@ def _whole(weight: Tensor) -> Tensor:
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # pyrefly: ignore
 
 
-@torch.no_grad()
 def gradient_noise(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> float | None:
-    """Share of Adam's second moment that is variance and not squared mean, over the given parameters; None without moments.
+    """Share of Adam's second moment that is variance and not squared mean, over the given parameters; None without moments."""
+    mean_square, second_moment, _ = _moments(optimizer, parameters)
+    return None if second_moment == 0 else min(1.0, max(0.0, 1 - mean_square / second_moment))
 
-    Both moments are corrected for their start at 0.
-    """
+
+def mean_variance(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> float | None:
+    """Mean of Adam's second moment over all entries of the given parameters; None without moments."""
+    _, second_moment, entries = _moments(optimizer, parameters)
+    return second_moment / entries if entries else None
+
+
+@torch.no_grad()
+def _moments(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> tuple[float, float, int]:
+    """Sums of the squared first and of the second moment, both corrected for their start at 0, and the number of entries."""
     mean_square = second_moment = 0.0
+    entries = 0
     betas: dict[int, Any] = {id(p): group.get("betas") for group in optimizer.param_groups for p in group["params"]}
     for parameter in parameters:
         state = optimizer.state.get(parameter, {})
@@ -104,7 +114,8 @@ def gradient_noise(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -
             continue
         mean_square += float(_total(state["exp_avg"].float().square())) / (1 - first**step) ** 2
         second_moment += float(_total(state["exp_avg_sq"].float())) / (1 - second**step)
-    return None if second_moment == 0 else min(1.0, max(0.0, 1 - mean_square / second_moment))
+        entries += parameter.numel()
+    return mean_square, second_moment, entries
 
 
 def _total(values: Tensor) -> Tensor:

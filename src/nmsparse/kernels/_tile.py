@@ -1,0 +1,150 @@
+"""What the pack kernels share: how a tile lies in memory, how its metadata is stored, and how two of four are drawn.
+
+A program owns 32 rows x COLUMNS columns of the stored matrix, in two passes of 16 rows, and one warp owns whole rows, so that
+whatever shares a metadata word meets in one thread or in neighbours. In pass j, entry i (0..3) of the four row groups a = 0..3 is
+
+    row = 16 * (a // 2) + 8 * (a % 2) + 4 * j + i          group along rows g = 4 * (a // 2) + 2 * (a % 2) + j
+
+so the rows r and r + 8, whose nibbles share a byte of the K-major metadata, come in the same pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE_ROWS = 32
+KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def entry_rows(j, i: tl.constexpr):
+    """Rows of the tile that hold entry i of the four row groups of pass j."""
+    a = tl.arange(0, 4)
+    return 16 * (a // 2) + 8 * (a % 2) + 4 * j + i
+
+
+@triton.jit
+def metadata_of(packed_ptr, rows, columns, KIND: tl.constexpr):
+    """Where the metadata of a packed operand begins: behind half as many values as it has entries."""
+    return (packed_ptr + rows.to(tl.int64) * columns // 2).to(tl.pointer_type(KIND))
+
+
+@triton.jit
+def with_sign(magnitude, x):
+    sign = x.to(tl.int32, bitcast=True) & -2147483648
+    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def column_words(nibbles, j, COLUMNS: tl.constexpr):
+    """What pass j adds to the metadata of an M-major tile: (4, COLUMNS) nibbles to (2, COLUMNS) half words.
+
+    The bytes of a word are the groups 0 4 1 5 2 6 3 7, so group 4h + 2q + j of this pass is byte 2j + h of half q.
+    """
+    h = tl.arange(0, 2)[:, None, None]
+    return tl.sum(tl.reshape(nibbles, (2, 2, COLUMNS)) << (8 * h), 0) << (16 * j)
+
+
+@triton.jit
+def store_column_words(words, meta_ptr, row, column, k, left, COLUMNS: tl.constexpr):
+    """Logical rows r and r + 8 (columns here) share a word: low and high nibbles."""
+    pairs = tl.reshape(words, (2, COLUMNS // 16, 2, 8))
+    both = tl.sum(pairs << (4 * tl.arange(0, 2))[None, None, :, None], 2)
+    half = tl.arange(0, 2)[:, None, None]
+    r = tl.arange(0, COLUMNS // 16)[None, :, None] * 16 + tl.arange(0, 8)[None, None, :]
+    logical = column + r
+    word = (logical // 64).to(tl.int64) * k + row + logical % 64 // 16 * 8 + logical % 8  # of 8 bytes
+    tl.store(meta_ptr + 2 * word + half, both, (r < left) & (half >= 0))
+
+
+@triton.jit
+def store_column_values(first, second, out_ptr, row, j, column, columns, left, COLUMNS: tl.constexpr):
+    """Two values of each group of four rows, M-major: rows 2g and 2g + 1."""
+    c = tl.arange(0, COLUMNS)[None, :]
+    address = out_ptr + (row + entry_rows(j, 0)[:, None]) // 2 * columns + column + c
+    tl.store(address, first.to(out_ptr.dtype.element_ty), c < left)
+    tl.store(address + columns, second.to(out_ptr.dtype.element_ty), c < left)
+
+
+@triton.jit
+def _mix(h):
+    """The 32-bit finaliser of functional's counter-based numbers."""
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = (h ^ (h >> 15)) * 0x846CA68B
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _mix_pair(h):
+    """Half a finaliser, for the xor of two words that are random already; only its upper bits are good."""
+    h = h * 0x7FEB352D
+    return (h ^ (h >> 15)) * 0x846CA68B
+
+
+@triton.jit
+def _bits(element, stream, counter):
+    """functional.counter_bits at flat positions ``element``."""
+    return _mix(_mix(element ^ (stream * 0x9E3779B9)) ^ (counter * 0x85EBCA6B) ^ (stream * 0xC2B2AE35))
+
+
+@triton.jit
+def _sample(x0, x1, x2, x3, u1):
+    """Sample two of four as functional.mvue does, compressed: first and second value, and the nibble. ``u1`` is 1 + u.
+
+    With R the sum of all but the largest magnitude, the spacing of the two points is min(R, (R + largest) / 2), and no
+    magnitude counts for more than the spacing: a dominant entry then fills one spacing and is always hit. What is kept
+    becomes as large as the spacing, or stays as it is if it is larger. A group without a finite sum becomes NaN.
+
+    q - p is exactly the spacing, so the points never fall on one entry: p >= e_i implies q >= e_i + (entry i + 1).
+    """
+    a0, a1, a2, a3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
+    high, low = tl.maximum(a0, a1), tl.minimum(a0, a1)
+    high2, low2 = tl.maximum(a2, a3), tl.minimum(a2, a3)
+    rest = (low + low2) + tl.minimum(high, high2)
+    spacing = tl.minimum(rest, (rest + tl.maximum(high, high2)) * 0.5)
+    reach = tl.maximum(spacing, 1.1754943508222875e-38)  # a lone entry still fills something
+    e0 = tl.minimum(a0, reach)
+    e1 = e0 + tl.minimum(a1, reach)
+    e2 = e1 + tl.minimum(a2, reach)
+    q = u1 * reach
+    p = q - reach
+    second1, second2 = q < e1, (q < e2) | (a3 == 0)  # rounding must not push the point on an entry that is zero
+    first0, first1 = (p < e0) | (second2 & ~(p < e1)) | ~(p < e2), p < e1  # the second took entry 2, or only one is there
+    x = tl.where(first0, x0, tl.where(first1, x1, x2))
+    y = tl.where(second1, x1, tl.where(second2, x2, x3))
+    nibble = tl.where(first0, 0, tl.where(first1, 1, 2)) | tl.where(second1, 4, tl.where(second2, 8, 12))
+    whole = (a0 + a1) + (a2 + a3)
+    poison = whole - whole  # 0, or NaN; adding it also makes a -0.0 positive
+    return with_sign(tl.maximum(tl.abs(x), spacing), x) + poison, with_sign(tl.maximum(tl.abs(y), spacing), y) + poison, nibble
+
+
+@triton.jit
+def column_numbers(column, stream_ptr, counter_ptr, COLUMNS: tl.constexpr):
+    """The key of a gradient's random numbers, and the half of them that belongs to its columns."""
+    stream = tl.load(stream_ptr).to(tl.uint32, bitcast=True)
+    counter = tl.load(counter_ptr).to(tl.uint32, bitcast=True)
+    of_column = _bits((column + tl.arange(0, COLUMNS)).to(tl.uint32), stream ^ 0xFFFFFFFF, counter)[None, :]
+    return stream, counter, of_column
+
+
+@triton.jit
+def pack_sample(
+    x0, x1, x2, x3, stream, counter, of_column, m_ptr, row, j, column, columns, left, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Draw two of four rows, store them M-major, and return what pass j adds to the metadata."""
+    of_row = _bits(((row + entry_rows(j, 0)) // 4).to(tl.uint32), stream, counter)[:, None]
+    u1 = ((_mix_pair(of_row ^ of_column) >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
+    first, second, nibbles = _sample(x0, x1, x2, x3, u1)
+    store_column_values(first, second, m_ptr, row, j, column, columns, left, COLUMNS)
+    return column_words(nibbles, j, COLUMNS)
+
+
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Triton launches on the current device, wherever its arguments are."""
+    here = not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device()
+    return contextlib.nullcontext() if here else torch.cuda.device_of(tensor)
