@@ -1,6 +1,7 @@
 """Run the GPU tests in several processes (``make test-gpu JOBS=14``): most of their time is compilation on the CPU.
 
-pytest-xdist would do the same, but GPU machines often have no way to install it. Options after the number go to pytest.
+Tests whose verdict is a time run afterwards, alone. pytest-xdist would do much the same, but GPU machines often have no way to
+install it. Options after the number go to pytest.
 """
 
 from __future__ import annotations
@@ -12,24 +13,33 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-COMMAND = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-o", "addopts=", "-p", "no:cacheprovider"]
+NOTHING_COLLECTED = 5
+COMMAND = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
 COMMAND += ["-W", "ignore::pytest.PytestConfigWarning"]
 
 
 def collect(options: list[str]) -> list[str]:
     """Ids of all tests that the options select."""
     result = subprocess.run([*COMMAND, "--collect-only", *options, str(HERE)], capture_output=True, text=True, check=False)
-    found = [line for line in result.stdout.splitlines() if "::" in line]
-    if not found:
+    if result.returncode not in (0, NOTHING_COLLECTED):
         sys.exit(result.stdout + result.stderr)
-    return found
+    return [line for line in result.stdout.splitlines() if "::" in line]
 
 
 def main() -> None:
     jobs, options = int(sys.argv[1]), sys.argv[2:]
-    tests = collect(options)
+    together, alone = collect(["-m", "gpu and not alone", *options]), collect(["-m", "gpu and alone", *options])
+    if not together + alone:
+        sys.exit("no GPU test fits these options.")
+    failed = run(together, jobs) + run(alone, 1)
+    print(f"{len(together)} tests in up to {jobs} processes, then {len(alone)} alone; {failed} processes with failures.")
+    sys.exit(bool(failed))
+
+
+def run(tests: list[str], jobs: int) -> int:
+    """Run tests in so many processes; return how many of these had failures."""
+    failed, running = 0, []
     with tempfile.TemporaryDirectory() as folder:
-        running = []
         for job in range(min(jobs, len(tests))):
             log = Path(folder) / f"{job}.log"
             # a cache of algorithms for each: none waits for another's search, and none disturbs the user's
@@ -37,13 +47,11 @@ def main() -> None:
             with log.open("w") as file:
                 process = subprocess.Popen([*COMMAND, "-ra", *tests[job::jobs]], stdout=file, stderr=file, env=environment)
             running.append((process, log))
-        failed = 0
         for process, log in running:
             failed += process.wait() != 0
             lines = log.read_text().splitlines()
             print("\n".join(lines if process.returncode else lines[-1:]), flush=True)
-    print(f"{len(tests)} tests in {len(running)} processes, {failed} of them with failures.")
-    sys.exit(bool(failed))
+    return failed
 
 
 if __name__ == "__main__":

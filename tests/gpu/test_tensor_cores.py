@@ -470,6 +470,7 @@ def test_pointwise_convolutions_train_as_the_emulation_does() -> None:
     assert results[0] == pytest.approx(results[1], rel=3e-2)
 
 
+@pytest.mark.alone
 def test_a_plan_is_measured_saved_and_obeyed(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2048, 4096), nn.GELU(), nn.Linear(4096, 2048), nn.Linear(2048, 8)).cuda()
