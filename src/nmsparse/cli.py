@@ -354,6 +354,70 @@ def report(
         typer.echo(f"report: {files.html}")
 
 
+@app.command()
+def reproduce(
+    claim: Annotated[str | None, typer.Argument(help="Claim by name; without one they are listed.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with data sets; by default $NMSPARSE_DATA.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, max=10, help="Seeds of every contender; at least 3 to say anything.")] = 3,
+    scale: Annotated[
+        Literal["toy", "small", "full"], typer.Option(help="small: one GPU, minutes; full: as in the paper; toy: embedded data.")
+    ] = "small",
+    only: Annotated[list[str] | None, typer.Option(help="Experiments of the claim; repeat for several. All by default.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; by default as many as memory and cores allow.")] = None,
+    max_minutes: Annotated[
+        float | None, typer.Option(min=0, help="Start no further run after this; call again to go on.")
+    ] = None,
+    results: Annotated[Path, typer.Option(help="Folder of the books (*.jsonl), RESULTS.md and plots.")] = Path(
+        "benchmarks/reproduction"
+    ),
+    runs: Annotated[Path, typer.Option(help="Folder for the runs themselves.")] = Path("runs/reproduce"),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be trained.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Train nothing: write RESULTS.md and plots from the books.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Test a paper's claim: train its contenders with several seeds, compare them pair by pair, and say what holds."""
+    from nmsparse.workbench import reproduce as room
+    from nmsparse.workbench.terminal import study_progress
+
+    if claim is None and not report:
+        for known in room.CLAIMS.values():
+            typer.echo(f"{known.name:12} {known.says} Experiments: {', '.join(e.name for e in known.experiments)}.")
+        return
+    chosen = _check_names("CLAIM", [claim] if claim else [], room.CLAIMS)
+    failed: dict[str, str] = {}
+    with _in_words():
+        if dry_run:
+            study = room.Study(room.CLAIMS[chosen[0]], scale, room.Ledger(results), room.device_name(), only or ())
+            room.print_plan(study, [*study.tuning(), *study.finals(seeds)])
+            return
+        if not report:
+            with study_progress(quiet=as_json) as listen:
+                study, progress = room.reproduce(
+                    room.CLAIMS[chosen[0]],
+                    results,
+                    scale=scale,
+                    seeds=seeds,
+                    only=only or (),
+                    data_dir=data_dir,
+                    folder=runs,
+                    jobs=jobs,
+                    minutes=max_minutes,
+                    listen=listen,
+                )
+            failed = progress.failed
+            if as_json:
+                left = {"left": progress.left, "failed": failed}
+                typer.echo(json.dumps(room.to_dict(study, study.claim) | left))
+            else:
+                room.print_outcome(study, progress)
+        if report or scale == "small":
+            page = room.write_results(results, scale)
+            if not as_json:
+                typer.echo(f"results: {page}")
+    if failed:
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """Entry point of the ``nmsparse`` script."""
     app()

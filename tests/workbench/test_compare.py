@@ -166,3 +166,14 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     assert one.result is not None
     assert two.result is not None
     assert two.result["valid"]["loss"] == pytest.approx(one.result["valid"]["loss"], rel=1e-5)
+
+
+def test_claims_are_listed_planned_and_refused_by_name(tmp_path: Path) -> None:
+    listed = nmsparse("reproduce")
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == ["s-ste", "step", "bi-mask", "sdgp", "progressive", "trio"]
+    planned = nmsparse("reproduce", "s-ste", "--scale", "toy", "--dry-run", folder=tmp_path)
+    assert planned.returncode == 0, planned.stderr
+    assert "runs to do" in planned.stdout
+    wrong = nmsparse("reproduce", "s-ste2")
+    assert wrong.returncode == 2
+    assert "s-ste2" in wrong.stderr

@@ -1,0 +1,255 @@
+"""The result of a claim in numbers and in words: one table per experiment, one line per statement."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nmsparse.workbench.report._numbers import MINUS, Estimate, brief, decimals, estimate, fixed, listed, share
+from nmsparse.workbench.reproduce._claim import HEADLINE, Advice, Claim, Contender, Experiment
+from nmsparse.workbench.reproduce._ledger import Run
+from nmsparse.workbench.reproduce._statistics import is_better, paired_difference
+from nmsparse.workbench.reproduce._study import Study
+from nmsparse.workbench.reproduce._verdicts import Judged, judge, times_to_common_loss
+
+EDGE = "*"
+EDGE_NOTE = f"{EDGE} the best learning rate is the lowest or the highest of the grid: one beyond it may be better still."
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a contender reached in an experiment."""
+
+    contender: Contender
+    runs: dict[int, Run]
+    rate: float | None
+    is_at_edge: bool
+
+    @property
+    def finished(self) -> list[Run]:
+        return [run for run in self.runs.values() if run.is_finished]
+
+    @property
+    def headline(self) -> Estimate | None:
+        return estimate(run.headline for run in self.finished)
+
+    def mean(self, key: str) -> float | None:
+        values = [run.row[key] for run in self.finished if run.row.get(key) is not None]
+        return statistics.fmean(values) if values else None
+
+    @property
+    def flops(self) -> float | None:
+        """Training FLOPs with sparse products at their density."""
+        values = [run.row["flops"]["sparse"] for run in self.finished if run.row.get("flops")]
+        return statistics.fmean(values) if values else None
+
+    @property
+    def by_seed(self) -> dict[int, float]:
+        return {seed: run.headline for seed, run in self.runs.items() if run.headline is not None}
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How the compared metric is written: accuracy in percent and points, losses as they are."""
+
+    name: str
+    higher_is_better: bool
+    is_percent: bool
+
+    @staticmethod
+    def of(run: Run) -> Metric:
+        return Metric(run.metric, run.higher_is_better, run.metric in ("accuracy", "f1", "matthews"))
+
+    @property
+    def factor(self) -> float:
+        return 100.0 if self.is_percent else 1.0
+
+    @property
+    def title(self) -> str:
+        return f"validation {self.name}" + (", %" if self.is_percent else "")
+
+    def write(self, value: float, places: int, signed: bool = False) -> str:
+        return fixed(self.factor * value, places, signed)
+
+
+def standings(study: Study, experiment: Experiment) -> list[Standing]:
+    found = []
+    for contender in experiment.contenders:
+        rate = study.rate(experiment, contender)
+        runs = study.results(experiment, contender)
+        found.append(Standing(contender, runs, None if rate is None else rate.value, rate is not None and rate.is_at_edge))
+    return found
+
+
+def table(study: Study, experiment: Experiment) -> Table | None:
+    """One row per contender; None where nothing was run."""
+    found = [standing for standing in standings(study, experiment) if standing.runs]
+    if not any(standing.finished for standing in found):
+        return None
+    metric = Metric.of(next(run for standing in found for run in standing.finished))
+    scaled = [_scaled(standing.headline, metric.factor) for standing in found]
+    places = decimals(scaled)
+    reference = next((standing for standing in found if standing.contender.candidate.recipe == "dense"), None)
+    rows = [_row(standing, value, places, metric, reference) for standing, value in zip(found, scaled, strict=True)]
+    header = ["recipe", "seeds", "learning rate", metric.title, "against dense", "flips at the end", "training FLOPs"]
+    notes = [EDGE_NOTE] if any(standing.is_at_edge for standing in found) else []
+    notes += [f"{_diverged(s)} of {len(s.runs)} runs of {s.contender.label} diverged and are not in its mean."
+              for s in found if _diverged(s)]  # fmt: skip
+    return Table(experiment.title, [*header, "ms per step"], rows, notes)
+
+
+def _row(standing: Standing, value: Estimate | None, places: int, metric: Metric, reference: Standing | None) -> list[str]:
+    spread = "" if value is None or value.deviation is None else f" ± {fixed(value.deviation, places)}"
+    change = None if reference is None or reference is standing else paired_difference(standing.by_seed, reference.by_seed)
+    against = "" if change is None else metric.write(change.mean, places, signed=True)
+    flips = [points[-1][1] for run in standing.finished if (points := run.curve("flip_rate"))]
+    flops = None if reference is None or not reference.flops or not standing.flops else standing.flops / reference.flops
+    return [
+        standing.contender.label,
+        str(len(standing.finished)),
+        "" if standing.rate is None else f"{standing.rate:g}" + EDGE * standing.is_at_edge,
+        fixed(None if value is None else value.mean, places) + spread,
+        against,
+        share(statistics.fmean(flips)) if flips else "",
+        "" if flops is None else f"{flops:.2f}",
+        brief(standing.mean("step_ms")),
+    ]
+
+
+def _scaled(value: Estimate | None, factor: float) -> Estimate | None:
+    if value is None:
+        return None
+    return Estimate(factor * value.mean, None if value.deviation is None else factor * value.deviation, value.count)
+
+
+def _diverged(standing: Standing) -> int:
+    return len(standing.runs) - len(standing.finished)
+
+
+# ---- statements ----
+
+
+def judge_all(study: Study) -> list[Judged]:
+    names = {experiment.name for experiment in study.experiments}
+    return [judge(study, statement) for statement in study.claim.statements if statement.experiment in names]
+
+
+def gain_words(judged: Judged) -> str:
+    """The gain with its interval, in the unit of the metric."""
+    if judged.gain is None:
+        return ""
+    is_percent = judged.metric in ("accuracy", "f1", "matthews") or judged.metric.startswith("flip_rate")
+    factor, unit = (100.0, " points") if is_percent else (1.0, _unit(judged.metric))
+    mean, low, high = (factor * value for value in (judged.gain.mean, judged.gain.low, judged.gain.high))
+    if judged.gain.count < 2:
+        return f"{_signed(mean)}{unit} (1 seed)"
+    return f"{_signed(mean)}{unit} ({_signed(low)} to {_signed(high)}, {judged.gain.count} seeds)"
+
+
+def _unit(metric: str) -> str:
+    return {"step_ms": " ms", "seconds_to_loss": " s", "loss": " nats"}.get(metric, "")
+
+
+def _signed(value: float) -> str:
+    text = brief(abs(value))
+    return text if value == 0 else ("+" if value > 0 else MINUS) + text
+
+
+# ---- which recipe when ----
+
+
+def advise(study: Study, advice: Advice) -> str | None:
+    """One sentence from the runs; None where fewer than two of the choices were run."""
+    experiment = study.claim.experiment(advice.experiment)
+    found = [s for s in standings(study, experiment) if s.contender.label in advice.among and s.by_seed]
+    if len(found) < 2:
+        return None
+    metric = Metric.of(found[0].finished[0])
+    values = _seconds(found) if advice.by == "seconds" else [standing.by_seed for standing in found]
+    if not all(values):
+        return None
+    sign = 1 if metric.higher_is_better and advice.by == HEADLINE else -1
+    gains = [{seed: sign * value for seed, value in each.items()} for each in values]
+    best = max(range(len(found)), key=lambda index: statistics.fmean(gains[index].values()))
+    others = [index for index in range(len(found)) if index != best]
+    worse = [found[index].contender.label for index in others if _is_better(gains[best], gains[index])]
+    equal = [found[index].contender.label for index in others if not _is_better(gains[best], gains[index])]
+    sentence = f"`{found[best].contender.label}` ({_reached(metric, values, best, advice)})"
+    if worse:
+        sentence += f", better than {_quoted(worse)}"
+    if equal:
+        sentence += f"; within noise of it: {_quoted(equal)}"
+    return sentence + "."
+
+
+def _reached(metric: Metric, values: Sequence[dict[int, float]], best: int, advice: Advice) -> str:
+    mean = statistics.fmean(values[best].values())
+    if advice.by == "seconds":
+        return f"{brief(mean)} s to a loss that all reach"
+    places = decimals([_scaled(estimate(each.values()), metric.factor) for each in values])
+    return f"{metric.title.removesuffix(', %')} {metric.write(mean, places)}" + ("\u202f%" if metric.is_percent else "")
+
+
+def _seconds(found: Sequence[Standing]) -> list[dict[int, float]]:
+    """Time to a loss that all reach, by contender and seed, for the seeds that all have."""
+    seeds = sorted(set.intersection(*(set(standing.by_seed) for standing in found)))
+    times = {seed: times_to_common_loss(*(standing.runs[seed] for standing in found)) for seed in seeds}
+    return [{seed: each[index] for seed, each in times.items() if each is not None} for index in range(len(found))]
+
+
+def _is_better(left: dict[int, float], right: dict[int, float]) -> bool:
+    gain = paired_difference(left, right)
+    return gain is not None and is_better(gain) == "holds"
+
+
+def _quoted(labels: Sequence[str]) -> str:
+    return listed([f"`{label}`" for label in labels])
+
+
+# ---- everything ----
+
+
+def to_dict(study: Study, claim: Claim) -> dict[str, Any]:
+    """For ``--json``: every value, with the hash of the run that it comes from."""
+    return {
+        "claim": claim.name,
+        "scale": study.scale,
+        "device": study.device,
+        "says": claim.says,
+        "published": [{"setting": row.setting, "values": dict(row.values)} for row in claim.published],
+        "experiments": [_experiment(study, experiment) for experiment in study.experiments],
+        "statements": [judged.to_dict() for judged in judge_all(study)],
+    }
+
+
+def _experiment(study: Study, experiment: Experiment) -> dict[str, Any]:
+    contenders = [
+        {
+            "contender": standing.contender.label,
+            "lr": standing.rate,
+            "lr_at_edge": standing.is_at_edge,
+            "runs": [
+                {
+                    "seed": seed,
+                    "hash": run.hash,
+                    "status": run.row["status"],
+                    HEADLINE: run.headline,
+                    "step_ms": run.row["step_ms"],
+                    "flops": run.row.get("flops"),
+                }
+                for seed, run in standing.runs.items()
+            ],
+        }
+        for standing in standings(study, experiment)
+    ]
+    return {"name": experiment.name, "title": experiment.title, "contenders": contenders}

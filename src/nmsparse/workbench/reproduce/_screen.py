@@ -1,0 +1,70 @@
+"""What a user of the command line sees of a claim: the paper's numbers, ours, the verdicts, and what is left to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nmsparse.workbench.reproduce._claim import Claim
+from nmsparse.workbench.reproduce._flops import training_flops
+from nmsparse.workbench.reproduce._outcome import gain_words, judge_all, table
+from nmsparse.workbench.reproduce._runner import Progress
+from nmsparse.workbench.reproduce._study import Planned, Study
+from nmsparse.workbench.terminal import print_table
+
+SHOWN = 8
+"""Runs that are named where many are left."""
+
+
+def print_outcome(study: Study, progress: Progress) -> None:
+    claim = study.claim
+    print(f"{claim.title}\n{claim.paper}\n{claim.says}\n")
+    _print_published(claim)
+    for experiment in study.experiments:
+        made = table(study, experiment)
+        if made is None:
+            print(f"{experiment.title}: not run yet\n")
+            continue
+        print_table(made.header, made.rows, made.title)
+        print("\n".join([*made.notes, ""]))
+    judged = judge_all(study)
+    rows = [[each.statement.text, gain_words(each), each.verdict] for each in judged]
+    print_table(["statement", "gain (95 % interval)", "verdict"], rows)
+    _print_rest(progress)
+
+
+def _print_published(claim: Claim) -> None:
+    names = list(dict.fromkeys(name for row in claim.published for name in row.values))
+    if names:
+        rows = [
+            [row.setting, *(f"{row.values[name]:g}" if name in row.values else "" for name in names)] for row in claim.published
+        ]
+        print_table(["published", *names], rows)
+    if claim.published_note:
+        print(claim.published_note)
+    print()
+
+
+def _print_rest(progress: Progress) -> None:
+    for name, why in progress.failed.items():
+        print(f"{name} failed: {why}")
+    if progress.left:
+        named = ", ".join(progress.left[:SHOWN]) + (", ..." if len(progress.left) > SHOWN else "")
+        print(f"{len(progress.left)} runs are left ({named}); the same command goes on with them.")
+
+
+def print_plan(study: Study, runs: Sequence[Planned]) -> None:
+    """For ``--dry-run``: what would be trained, and what is in the books already."""
+    missing = {planned.name for planned in study.missing(runs)}
+    rows = [
+        [
+            planned.name,
+            "tuning" if planned.is_tuning else "final",
+            str(planned.config.steps),
+            f"{training_flops(planned.config).dense:.2e}",
+            "to do" if planned.name in missing else "done",
+        ]
+        for planned in runs
+    ]
+    print_table(["run", "role", "steps", "dense FLOPs", "state"], rows)
+    minutes = {name: value for name, value in study.claim.minutes.items() if name in {e.name for e in study.experiments}}
+    print(f"{len(missing)} of {len(runs)} runs to do; about {sum(minutes.values()):g} minutes on one H200 for all with 3 seeds.")

@@ -1,0 +1,162 @@
+"""A claim as runs: which configurations it trains, which learning rate each contender takes, and what is known already.
+
+tuning     every rate of the grid, on a seed of its own, for a part of the length  ->  the best rate by the headline
+final      seeds 0, 1, 2, ... at that rate
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from nmsparse.workbench.reproduce._claim import Claim, Contender, Experiment, Scale
+from nmsparse.workbench.reproduce._flops import equal_flops_steps
+from nmsparse.workbench.reproduce._ledger import Ledger, Run, settings_hash
+from nmsparse.workbench.training import TrainConfig
+
+TUNING_SEED = 100
+MOST_SEEDS = 10
+"""Further ones are not looked for."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of a study. Its configuration has no path of this machine in it."""
+
+    experiment: Experiment
+    contender: Contender
+    config: TrainConfig
+    is_tuning: bool
+
+    @property
+    def name(self) -> str:
+        """Of its folder: readable, and never that of another configuration."""
+        words = f"{self.experiment.name} {self.contender.label} lr {self.config.peak_lr:g} seed {self.config.seed}"
+        return f"{re.sub(r'[^A-Za-z0-9.]+', '-', words).strip('-')}-{settings_hash(self.config)[:6]}"
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The learning rate that a contender found."""
+
+    value: float
+    is_at_edge: bool
+    """The best of the grid is its lowest or highest: a rate beyond it may be better still."""
+
+
+class Study:
+    """The runs of a claim at one scale on one kind of hardware."""
+
+    def __init__(self, claim: Claim, scale: Scale, ledger: Ledger, device: str, only: Sequence[str] = ()) -> None:
+        self.claim = claim
+        self.scale: Scale = scale
+        self.ledger = ledger
+        self.device = device
+        self.experiments = [claim.experiment(name) for name in only] or list(claim.experiments)
+        self._results: dict[tuple[str, str, int], dict[int, Run]] = {}
+        """What was looked up, while the book had so many rows."""
+
+    def config(self, experiment: Experiment, contender: Contender, rate: float, seed: int) -> TrainConfig:
+        """A full run."""
+        settings = dict(experiment.setups[self.scale].settings)
+        candidate = contender.candidate
+        made = TrainConfig.from_dict(
+            {
+                **settings,
+                "recipe": candidate.recipe,
+                "pattern": candidate.pattern or "2:4",
+                "options": candidate.options,
+                "lr": rate,
+                "seed": seed,
+            },
+            f"{self.claim.name}, {experiment.name}, {contender.label}",
+        )
+        if contender.spends_as:
+            reference = self.config(experiment, experiment.contender(contender.spends_as), rate, seed)
+            made = replace(made, steps=equal_flops_steps(made, reference))
+        return made
+
+    # ---- learning rates ----
+
+    def tuning(self) -> list[Planned]:
+        """Tuning runs of all contenders that search for themselves."""
+        return [
+            self._trial(experiment, contender, rate)
+            for experiment in self.experiments
+            for contender in experiment.contenders
+            for rate in self._grid(experiment)
+            if not contender.tuned_as
+        ]
+
+    def _grid(self, experiment: Experiment) -> tuple[float, ...]:
+        """Rates to try: none where there is no choice."""
+        rates = experiment.setups[self.scale].rates
+        return rates if len(rates) > 1 else ()
+
+    def _trial(self, experiment: Experiment, contender: Contender, rate: float) -> Planned:
+        config = self.config(experiment, contender, rate, TUNING_SEED)
+        steps = max(1, round(config.steps * experiment.setups[self.scale].tuning_share))
+        shorter = replace(config, steps=steps, eval_every=steps)
+        return Planned(experiment, contender, shorter, is_tuning=True)
+
+    def rate(self, experiment: Experiment, contender: Contender) -> Rate | None:
+        """The best rate of the grid by validation; None while a trial is missing. A diverged trial is the worst."""
+        if contender.tuned_as:
+            return self.rate(experiment, experiment.contender(contender.tuned_as))
+        grid = self._grid(experiment)
+        if not grid:
+            return Rate(experiment.setups[self.scale].rates[0], is_at_edge=False)
+        known = [run for rate in grid if (run := self.find(self._trial(experiment, contender, rate))) is not None]
+        if len(known) < len(grid):
+            return None
+        scores = [_score(run) for run in known]
+        best = scores.index(max(scores))
+        return Rate(grid[best], is_at_edge=best in (0, len(grid) - 1))
+
+    # ---- runs ----
+
+    def finals(self, seeds: int) -> list[Planned]:
+        """The runs that statements are tested on, of all contenders whose rate is known; seed by seed, so that an interrupted
+        study has whole seeds."""
+        return [
+            Planned(experiment, contender, self.config(experiment, contender, rate.value, seed), is_tuning=False)
+            for seed in range(seeds)
+            for experiment in self.experiments
+            for contender in experiment.contenders
+            if (rate := self.rate(experiment, contender)) is not None
+        ]
+
+    def find(self, planned: Planned) -> Run | None:
+        return self.ledger.find(planned.config, self.device)
+
+    def missing(self, runs: Sequence[Planned]) -> list[Planned]:
+        """Runs that are in no book yet, each once."""
+        seen: dict[str, Planned] = {}
+        for planned in runs:
+            if self.find(planned) is None:
+                seen.setdefault(settings_hash(planned.config), planned)
+        return list(seen.values())
+
+    def results(self, experiment: Experiment, contender: Contender) -> dict[int, Run]:
+        """Runs of a contender by seed, finished and diverged, as far as they were made."""
+        key = (experiment.name, contender.label, len(self.ledger.runs))
+        if key not in self._results:
+            self._results[key] = self._look_up(experiment, contender)
+        return self._results[key]
+
+    def _look_up(self, experiment: Experiment, contender: Contender) -> dict[int, Run]:
+        rate = self.rate(experiment, contender)
+        if rate is None:
+            return {}
+        first = self.config(experiment, contender, rate.value, 0)
+        found = {seed: self.ledger.find(replace(first, seed=seed), self.device) for seed in range(MOST_SEEDS)}
+        return {seed: run for seed, run in found.items() if run is not None}
+
+
+def _score(run: Run) -> float:
+    """More is better."""
+    value = run.headline
+    if value is None:
+        return float("-inf")
+    return value if run.higher_is_better else -value
