@@ -384,6 +384,7 @@ class Run:
             "optimizers": optimizers,
             "layers": layers,
             "permuted": [(name, dim, copied(order)) for name, dim, order in self._hook.permuted.moves],
+            "flips": {name: copied(rate) for name, rate in self._flips.items()},
         }
 
     def _counter_start(self, name: str) -> int:
@@ -410,6 +411,7 @@ class Run:
         for attachment in self._attachments:
             self._tensor_cores.engage(attachment.live_layers, attachment.clock, attachment.memory)
         self._hook.permuted.moves[:] = [(name, dim, copied(order)) for name, dim, order in state["permuted"]]
+        self._flips = {name: copied(rate) for name, rate in state.get("flips", {}).items()}
 
     def _check_loadable(self, state: dict[str, Any]) -> None:
         if state.get("version") != VERSION:

@@ -15,7 +15,7 @@ import resource
 import statistics
 import time
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,9 +83,19 @@ def _check_same_run(config: TrainConfig, record: RunRecord) -> None:
 class Interval:
     """What happened since the last log row."""
 
-    losses: list[Tensor]
-    norms: list[Tensor]
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
     units: int = 0
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a checkpoint: a resumed run writes the same next row."""
+        return {**vars(self), "losses": [float(loss) for loss in self.losses], "norms": [float(norm) for norm in self.norms]}
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any], device: torch.device) -> Interval:
+        losses, norms = ([torch.tensor(value, device=device) for value in saved[name]] for name in ("losses", "norms"))
+        return cls(losses, norms, saved["units"], saved["seconds"])
 
 
 class Session:
@@ -118,7 +128,7 @@ class Session:
         self.step = 0
         """Updates done."""
         self.seconds = 0.0
-        self.interval = Interval([], [])
+        self.interval = Interval()
         if resume:
             self._restore()
         kept = self.step if self.step else -1  # rows of step 0 are written anew by a run that starts anew
@@ -131,31 +141,24 @@ class Session:
     # ---- one update ----
 
     def fit(self, progress: Progress) -> None:
-        log_every, eval_every, checkpoint_every = self.config.intervals
         if self.step == 0:
             self._look()
         self.model.train()
-        started = self._now()
+        mark = self._now()
         while self.step < self.config.steps:
             self._update()
-            is_last = self.step == self.config.steps
-            row = None
-            if is_last or self.step % log_every == 0:
-                spent = self._now() - started
-                row = self._log(spent)
-                started = self._now()
-            progress(self.step, None if row is None else {**row, "unit": self.task.unit})
-            if is_last or self.step % eval_every == 0:
-                pause = self._now()
-                self._validate()
-                self._look()
-                started += self._now() - pause
-            if is_last or self.step % checkpoint_every == 0:
-                pause = self._now()
-                self._check_losses()
-                if self.config.save:
+            is_last, row = self.step == self.config.steps, None
+            logs, validates, saves = (is_last or self.step % every == 0 for every in self.config.intervals)
+            if logs or validates or saves:
+                self.interval.seconds += self._now() - mark  # what follows is not training
+                row = self._log() if logs else None
+                if validates:
+                    self._validate()
+                    self._look()
+                if saves:
                     self._save()
-                started += self._now() - pause
+                mark = self._now()
+            progress(self.step, None if row is None else {**row, "unit": self.task.unit})
         self._finish()
 
     def _update(self) -> None:
@@ -220,9 +223,9 @@ class Session:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def _log(self, spent: float) -> dict[str, Any]:
+    def _log(self) -> dict[str, Any]:
         self._check_losses()
-        updates = len(self.interval.losses)
+        updates, spent = len(self.interval.losses), self.interval.seconds
         self.seconds += spent
         total = self.run.stats()["total"]
         sparse: list[Tensor] = [self.bare.get_submodule(name).get_parameter("weight") for name in self.run.layers]
@@ -240,7 +243,7 @@ class Session:
             **{name: total[name] for name in ("variance_change", "switched_at") if name in total},
             "memory_gib": _memory(self.accelerator.device) / 2**30,
         }
-        self.interval = Interval([], [])
+        self.interval = Interval()
         self._write("train", row)
         return row
 
@@ -294,7 +297,10 @@ class Session:
         return Restorable(self.bare, self.inner, self.run, self.watch, self.accelerator.scaler)
 
     def _save(self) -> None:
-        facts = {"config": self.config.to_dict(), "seconds": self.seconds}
+        self._check_losses()
+        if not self.config.save:
+            return
+        facts = {"config": self.config.to_dict(), "seconds": self.seconds, "interval": self.interval.to_dict()}
         self.checkpoints.save(self.step, self._state, facts, self.accelerator.is_main_process)
         self.accelerator.wait_for_everyone()
 
@@ -308,6 +314,7 @@ class Session:
             raise CheckpointError(f"{newest} was made with other settings: {'; '.join(differences[:4])}.")
         restore(newest, self._state)
         self.step, self.seconds = facts["step"], facts["seconds"]
+        self.interval = Interval.from_dict(facts["interval"], self.accelerator.device)
 
     # ---- the end ----
 
