@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 Kind = Literal["language", "images", "sentences", "translation"]
 
@@ -29,3 +29,19 @@ class Facts:
     """Token id that a sequence starts with (sentences), or that starts the decoder (translation)."""
     end: int = 0
     """Token id that a sequence ends with (sentences, translation)."""
+
+
+class SpecialTokens(Protocol):
+    """What every tokenizer knows beside its words."""
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    @property
+    def padding(self) -> int: ...
+
+    @property
+    def begin(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nmsparse.workbench.datasets import Images, Splits
 from nmsparse.workbench.tasks._facts import Facts
-from nmsparse.workbench.tasks._task import Batch, Outputs, Task, exact, mean
+from nmsparse.workbench.tasks._task import Batch, Outputs, Task, classified, mean
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,7 @@ class ImageTask(Task):
         return {**batch, "pixel_values": pixels}
 
     def measure(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        labels = batch["labels"]
-        count = torch.tensor(len(labels), device=labels.device)
-        return {
-            "loss": exact(outputs.loss) * count,
-            "correct": (outputs.logits.argmax(-1) == labels).sum(),
-            "count": count,
-        }
+        return classified(outputs, batch["labels"])
 
     def summarize(self, totals: dict[str, Tensor]) -> dict[str, float]:
         return {"loss": mean(totals, "loss"), "accuracy": mean(totals, "correct")}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nmsparse.workbench.datasets import Sentence, Splits
-from nmsparse.workbench.tasks._facts import Facts
+from nmsparse.workbench.tasks._facts import Facts, SpecialTokens
 from nmsparse.workbench.tasks._ragged import Ragged
 from nmsparse.workbench.tasks._task import Batch, Outputs, Task, exact, mean
 
@@ -17,20 +17,8 @@ SHORTEST = 4
 """Tokens that [CLS], [SEP] and at least one word of each sentence take."""
 
 
-class SentenceTokenizer(Protocol):
+class SentenceTokenizer(SpecialTokens, Protocol):
     """Turns sentences into ids between a begin and an end; BERT's does, and the toy tasks' own."""
-
-    @property
-    def vocabulary(self) -> int: ...
-
-    @property
-    def padding(self) -> int: ...
-
-    @property
-    def begin(self) -> int: ...
-
-    @property
-    def end(self) -> int: ...
 
     def encode(self, sentences: list[Sentence], length: int) -> list[tuple[list[int], int]]:
         """Ids of each example, at most ``length``, and the position where its second sentence starts."""

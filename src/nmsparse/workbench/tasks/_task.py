@@ -83,3 +83,10 @@ def mean(totals: dict[str, Tensor], name: str) -> float:
     """A sum divided by the sum "count"; NaN where nothing was counted."""
     count = float(totals["count"])
     return float(totals[name]) / count if count else float("nan")
+
+
+def classified(outputs: Outputs, labels: Tensor) -> dict[str, Tensor]:
+    """Sums of the loss and of right answers over all labels that count."""
+    count = (labels != IGNORED).sum()
+    right = (outputs.logits.argmax(-1) == labels).sum()
+    return {"loss": exact(outputs.loss) * count, "correct": right, "count": count}

@@ -8,25 +8,13 @@ import torch
 from torch import Tensor
 
 from nmsparse.workbench.datasets import Pair, Splits
-from nmsparse.workbench.tasks._facts import Facts
+from nmsparse.workbench.tasks._facts import Facts, SpecialTokens
 from nmsparse.workbench.tasks._ragged import Ragged
-from nmsparse.workbench.tasks._task import IGNORED, Batch, Outputs, Task, exact, mean
+from nmsparse.workbench.tasks._task import IGNORED, Batch, Outputs, Task, classified, mean
 
 
-class PairTokenizer(Protocol):
+class PairTokenizer(SpecialTokens, Protocol):
     """Turns texts of both sides into ids of one vocabulary."""
-
-    @property
-    def vocabulary(self) -> int: ...
-
-    @property
-    def padding(self) -> int: ...
-
-    @property
-    def begin(self) -> int: ...
-
-    @property
-    def end(self) -> int: ...
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text, without special tokens."""
@@ -74,13 +62,7 @@ class TranslationTask(Task):
         super().__init__(name, facts, train, valid)
 
     def measure(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        labels = batch["labels"]
-        count = (labels != IGNORED).sum()
-        return {
-            "loss": exact(outputs.loss) * count,
-            "correct": (outputs.logits.argmax(-1) == labels).sum(),
-            "count": count,
-        }
+        return classified(outputs, batch["labels"])
 
     def summarize(self, totals: dict[str, Tensor]) -> dict[str, float]:
         return {"loss": mean(totals, "loss"), "accuracy": mean(totals, "correct")}
