@@ -7,12 +7,13 @@ TORCH  := $(shell grep '^torch==' constraints.txt)
 
 JOBS   ?= 4
 
-.PHONY: help setup test demo lint format test-gpu bench bench-gpu clean
+.PHONY: help setup test demo docs lint format test-gpu bench bench-gpu clean
 
 help:
 	@echo "make demo      compare four recipes on a small GPT, on this machine's CPU, and write a report (under five minutes)"
 	@echo "make test      run the tests (CPU)"
 	@echo "make lint      ruff and pyrefly"
+	@echo "make docs      build the documentation into docs/_build, warnings as errors"
 	@echo "make test-gpu  run the tests that need a CUDA GPU, with the Python in PATH, in JOBS=4 processes"
 	@echo "make bench     measure what each recipe costs in emulation, on this CPU"
 	@echo "make bench-gpu measure kernels, products, layers and steps on this GPU, and write the README's tables"
@@ -23,7 +24,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip --disable-pip-version-check install --quiet --upgrade "pip>=25.1"
 	$(PIP) "$(TORCH)"
-	$(PIP) --editable ".[workbench,onnx]" --group test --group lint
+	$(PIP) --editable ".[workbench,onnx,lightning]" --group test --group lint --group docs
 	touch $@
 
 test: setup
@@ -31,6 +32,9 @@ test: setup
 
 demo: setup
 	$(BIN)/python -m nmsparse compare --seeds 3 --steps 150
+
+docs: setup
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build
 
 lint: setup
 	$(BIN)/ruff check .
@@ -54,4 +58,4 @@ bench: setup
 	$(BIN)/python benchmarks/overhead.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis docs/_build

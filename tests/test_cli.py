@@ -45,7 +45,7 @@ def test_unknown_recipe_name_exits_with_1() -> None:
 
 
 def test_importing_the_library_needs_torch_and_safetensors_only() -> None:
-    extras = ["numpy", "typer", "rich", "triton", "transformers", "scipy"]
+    extras = ["numpy", "typer", "rich", "triton", "transformers", "scipy", "accelerate", "lightning", "torchtitan", "onnx"]
     code = f"import sys, json, nmsparse; print(json.dumps([m for m in {extras} if m in sys.modules]))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     # torch itself imports numpy where it is installed
@@ -58,7 +58,8 @@ def test_imports_point_down() -> None:
     from pathlib import Path
 
     order = {"pattern": 0, "functional": 1, "recipes": 2, "kernels": 2, "nn": 3, "optim": 3, "_update": 4, "_saved": 4}
-    order |= {"_tensor_cores": 5, "run": 6, "plan": 7, "checkpoint": 7, "__init__": 8, "workbench": 9, "cli": 10, "__main__": 11}
+    order |= {"_tensor_cores": 5, "run": 6, "plan": 7, "checkpoint": 7, "inference": 8, "__init__": 9}
+    order |= {"integrations": 10, "workbench": 11, "cli": 12, "__main__": 13}
     root = Path(nm.__file__).parent
     for file in root.rglob("*.py"):
         room = file.relative_to(root).parts[0].removesuffix(".py")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import make_data, make_net, start, train
+from toys import make_data, make_net, same, start, train
 
 import nmsparse as nm
 from nmsparse.functional import magnitude_mask
@@ -187,9 +187,35 @@ def test_large_sixteen_bit_gradients_are_not_mistaken_for_overflow() -> None:
     assert run.step == 1
 
 
-def test_closure_that_recomputes_gradients_is_refused() -> None:
-    model, optimizer, _ = start("sr-ste", {})
-    with pytest.raises(ValueError, match="closure"):
+def test_closure_computes_the_gradients_that_the_recipe_then_changes() -> None:
+    """Lightning hands every optimizer a closure."""
+    results = []
+    for uses_closure in (False, True):
+        model, optimizer, run = start("sr-ste", {"decay": 0.1})
+        x, y = make_data()
+
+        def backward(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer, x=x, y=y) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(4):
+            if uses_closure:
+                assert optimizer.step(backward) > 0
+            else:
+                backward()
+                optimizer.step()
+        assert run.step == 4
+        results.append(model)
+    assert same(*results)
+
+
+def test_closure_that_is_called_several_times_is_refused() -> None:
+    model = make_net()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    nm.sparsify_(model, nm.SRSTE("2:4", decay=0.1)).attach(optimizer)
+    with pytest.raises(ValueError, match="LBFGS calls its closure more than once"):
         optimizer.step(lambda: model(make_data()[0]).sum())
 
 

@@ -8,6 +8,7 @@
 
 from nmsparse import functional
 from nmsparse.checkpoint import load, save, verify
+from nmsparse.inference import Accelerated, accelerate_
 from nmsparse.nn import SparseConv2d, SparseLinear, densify_, effective_weight, freeze_
 from nmsparse.optim import StepAdamW
 from nmsparse.pattern import Pattern
@@ -44,6 +45,7 @@ __all__ = [
     "SSTE",
     "STE",
     "STEP",
+    "Accelerated",
     "BiMask",
     "Dense",
     "MaskDecay",
@@ -57,6 +59,7 @@ __all__ = [
     "StepAdamW",
     "StructureDecay",
     "Trio",
+    "accelerate_",
     "densify_",
     "effective_weight",
     "freeze_",

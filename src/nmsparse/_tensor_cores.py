@@ -180,14 +180,15 @@ class TensorCores:
     def _examine(self, handle: LayerHandle, verdict: Verdict) -> SparseProducts:
         weight = handle.parameter
         dtype = weight.dtype if weight.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
-        is_transposed = handle.weight.stride(-1) != 1 and weight.ndim == 2
+        is_transposed = handle.view(weight).stride(-1) != 1 and weight.ndim == 2
         sparse = SparseProducts(dtype, {}, is_transposed, weight.device)
         self._decide(handle, sparse, dtype, verdict)
         return sparse
 
     def _decide(self, handle: LayerHandle, sparse: SparseProducts, dtype: torch.dtype, verdict: Verdict) -> None:
         """Fill in what can run on tensor cores in a type, and what of that pays."""
-        sizes = handle.weight.shape[0], handle.weight.shape[-1]
+        view = handle.view(handle.parameter)
+        sizes = view.shape[0], view.shape[-1]
         general = self._obstacle(handle)
         if general is not None:
             sparse.reasons = dict.fromkeys(self.recipe.sparse_products, general)

@@ -1,4 +1,8 @@
-"""One optimizer step as recipes see it: layers with their gradients, and the scheduled scalars."""
+"""One optimizer step as recipes see it: layers with their gradients, and the scheduled scalars.
+
+Where parameters are sharded, a rank changes the part that it holds. Masks are made from that part alone where its rows tell them,
+and from the gathered weight otherwise.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,18 @@ from torch import Tensor
 
 from nmsparse.functional import transposable_mask
 from nmsparse.kernels import transposable_kernel
-from nmsparse.nn import Layer, SparseMixin, SparseModule, fast
+from nmsparse.nn import (
+    Layer,
+    SparseMixin,
+    SparseModule,
+    fast,
+    held,
+    is_sharded,
+    splits_rows,
+    spread,
+    sum_over_shards,
+    whole,
+)
 from nmsparse.pattern import Pattern
 from nmsparse.recipes import Clock, Recipe, State
 
@@ -23,7 +38,13 @@ def _masks(recipe: Recipe, states: list[State], weights: list[Tensor]) -> list[T
 def _add_decay(
     recipe: Recipe, states: list[State], weights: list[Tensor], grads: list[Tensor], decay: float, scale: Tensor | None
 ) -> None:
-    for mask, weight, grad in zip(_masks(recipe, states, weights), weights, grads, strict=True):
+    _add_decay_where(_masks(recipe, states, weights), weights, grads, decay, scale)
+
+
+def _add_decay_where(
+    masks: list[Tensor | None], weights: list[Tensor], grads: list[Tensor], decay: float, scale: Tensor | None
+) -> None:
+    for mask, weight, grad in zip(masks, weights, grads, strict=True):
         assert mask is not None, "a recipe that decays pruned weights says which they are"
         wide = weight.dtype if weight.dtype == torch.float64 else torch.float32
         term = torch.where(mask, 0, weight.to(wide)) * decay
@@ -60,10 +81,58 @@ class LayerHandle:
 
     @property
     def weight(self) -> Tensor:
-        return self.view(self.module.weight.detach())
+        return self.view(whole(self.module.weight.detach()))
 
     def view(self, tensor: Tensor) -> Tensor:
         return self.module.view_weight(tensor)
+
+    @property
+    def rows_tell(self) -> bool:
+        """The part of the weight that this rank holds is enough to find its part of the mask."""
+        weight = self.parameter
+        if not is_sharded(weight):
+            return True
+        return self.layer.recipe.masks_rows and splits_rows(weight) and not self.module.is_transposed
+
+    @property
+    def held_weight(self) -> Tensor:
+        return self.view(held(self.module.weight.detach()))
+
+    @property
+    def held_gradient(self) -> Tensor | None:
+        grad = self.module.weight.grad
+        return None if grad is None else self.view(held(grad))
+
+    @property
+    def held_state(self) -> State:
+        """The state, with masks cut down to the part of the weight that this rank holds."""
+        if not is_sharded(self.parameter):
+            return self.state
+        shape = self.view(torch.empty(self.parameter.shape, device="meta")).shape
+        return {name: self.part(value) if value.shape == shape else value for name, value in self.state.items()}
+
+    def part(self, values: Tensor) -> Tensor:
+        """Of (O, ..., I) values for the whole weight, those of the part that this rank holds."""
+        if not is_sharded(self.parameter):
+            return values
+        stored = torch.empty(self.parameter.shape, dtype=values.dtype, device=values.device)
+        self.view(stored).copy_(values)
+        return self.view(held(spread(stored, self.parameter)))
+
+    def held_mask(self) -> Tensor | None:
+        """The recipe's mask of the part that this rank holds; a collective where rows do not tell."""
+        recipe = self.layer.recipe
+        if self.rows_tell:
+            return recipe.mask(self.held_weight, self.held_state)
+        mask = recipe.mask(self.weight, self.state)
+        return None if mask is None else self.part(mask)
+
+    def density(self) -> float | None:
+        """Share of non-zeros that `output` sees, in the rows of this rank; None where they do not tell."""
+        if not self.rows_tell:
+            return None
+        seen = self.layer.recipe.output_weight(self.held_weight, self.held_state)
+        return float((seen != 0).sum()) / seen.numel() if seen.numel() else None
 
     def gradient(self) -> Tensor | None:
         grad = self.module.weight.grad
@@ -74,8 +143,17 @@ class LayerHandle:
         return wide if self.grad_scale is None else wide / self.grad_scale.to(wide.device)
 
     def mask_gradient(self, mask: Tensor) -> None:
-        if self.module.weight.grad is not None:
-            self.view(self.module.weight.grad).masked_fill_(~mask, 0)
+        grad = self.held_gradient
+        if grad is not None:
+            grad.masked_fill_(~self.part(mask), 0)
+
+    def mask_weight(self, mask: Tensor) -> None:
+        self.held_weight.masked_fill_(~self.part(mask), 0)
+
+    def shrink_pruned(self, factor: float) -> None:
+        weight, mask = self.held_weight, self.held_mask()
+        assert mask is not None, "a recipe that shrinks pruned weights says which they are"
+        weight.mul_(torch.where(mask, 1.0, factor).to(weight.dtype))
 
 
 @dataclass(eq=False)
@@ -87,24 +165,36 @@ class OptimizerUpdate:
     covers_all_layers: bool
     optimizer: torch.optim.Optimizer
     memory: dict[str, Any]
+    starts_run: bool = False
 
     def decay_pruned(self, decay: float) -> None:
         for layers in _by_device([layer for layer in self.layers if decay and layer.parameter.grad is not None]):
-            grads = [layer.view(cast(Tensor, layer.parameter.grad)) for layer in layers]
+            grads = [cast(Tensor, layer.held_gradient) for layer in layers]
             scale = None if layers[0].grad_scale is None else layers[0].grad_scale.to(grads[0].device)
-            weights, states = [layer.weight for layer in layers], [layer.state for layer in layers]
+            weights = [layer.held_weight for layer in layers]
+            if not layers[0].rows_tell:
+                _add_decay_where([layer.held_mask() for layer in layers], weights, grads, decay, scale)
+                continue
+            states = [layer.held_state for layer in layers]
             fast(_add_decay, grads[0])(layers[0].layer.recipe, states, weights, grads, decay, scale)
 
     def masks(self) -> dict[str, Tensor]:
-        """The recipe's masks now, in memory of their own."""
+        """The recipe's masks now, of the parts that this rank holds, in memory of their own."""
         found: dict[str, Tensor] = {}
         for layers in _by_device(self.layers):
-            weights, states = [layer.weight for layer in layers], [layer.state for layer in layers]
-            masks = fast(_masks, weights[0])(layers[0].layer.recipe, states, weights)
-            for layer, mask in zip(layers, masks, strict=True):
+            for layer, mask in zip(layers, _held_masks(layers), strict=True):
                 if mask is not None:
                     found[layer.name] = mask.clone() if "mask" in layer.state else mask
         return found
+
+    def flip_rates(self, before: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Share of mask bits that differ from earlier ones, over all ranks."""
+        after = self.masks()
+        layers = [layer for layer in self.layers if layer.name in before and layer.name in after]
+        changed = [(before[layer.name] != after[layer.name]).sum(dtype=torch.float32) for layer in layers]
+        totals = sum_over_shards(changed, [layer.parameter for layer in layers])
+        pairs = zip(layers, totals, strict=True)
+        return {layer.name: total / max(layer.parameter.numel(), 1) for layer, total in pairs}
 
     def transposable_mask(self, weight: Tensor, pattern: Pattern) -> Tensor:
         kernel = transposable_kernel(weight, str(pattern))
@@ -114,10 +204,20 @@ class OptimizerUpdate:
         fill([layer.state[name] for layer in self.layers], value)
 
 
+def _held_masks(layers: Sequence[LayerHandle]) -> list[Tensor | None]:
+    """Of layers on one device that rows tell alike."""
+    if not layers[0].rows_tell:
+        return [layer.held_mask() for layer in layers]
+    weights, states = [layer.held_weight for layer in layers], [layer.held_state for layer in layers]
+    masks: list[Tensor | None] = fast(_masks, weights[0])(layers[0].layer.recipe, states, weights)
+    return masks
+
+
 def _by_device(layers: Sequence[LayerHandle]) -> list[list[LayerHandle]]:
-    groups: dict[torch.device, list[LayerHandle]] = {}
+    """Layers that one call can serve: on one device, and with masks that rows tell, or not."""
+    groups: dict[tuple[torch.device, bool], list[LayerHandle]] = {}
     for layer in layers:
-        groups.setdefault(layer.parameter.device, []).append(layer)
+        groups.setdefault((layer.parameter.device, layer.rows_tell), []).append(layer)
     return list(groups.values())
 
 
@@ -143,9 +243,7 @@ class FiniteCheck:
         grads = [(name, grad) for name, grad in found if grad is not None]
         if not grads:
             return None
-        # the max norm cannot overflow, whatever the dtype
-        norms = torch._foreach_norm([grad for _, grad in grads], float("inf"))
-        bad = ~torch.stack([norm.float().to(norms[0].device) for norm in norms]).isfinite()
+        bad = _not_finite([grad for _, grad in grads])
         names = [name for name, _ in grads]
         if wait or not bad.is_cuda:
             return _first(names, bad)
@@ -163,6 +261,28 @@ class FiniteCheck:
         self.pending = None
         event.synchronize()  # recorded a whole step ago
         return _first(names, flags)
+
+
+def _not_finite(grads: list[Tensor]) -> Tensor:
+    """A flag per gradient; of a sharded one the same on all ranks, so that all of them stop."""
+    parts = [held(grad) for grad in grads]
+    parts = [part if part.numel() else part.new_zeros(1) for part in parts]  # a rank may hold no row
+    # the max norm cannot overflow, whatever the dtype
+    norms = torch._foreach_norm(parts, float("inf"))
+    bad = ~torch.stack([norm.float().to(norms[0].device) for norm in norms]).isfinite()
+    if not any(map(is_sharded, grads)):
+        return bad  # a kernel per layer would take longer to launch than the update of a small model
+    return torch.stack([flag.to(norms[0].device) for flag in sum_over_shards(list(bad.float()), grads)]) > 0
+
+
+def is_rehearsal(optimizer: torch.optim.Optimizer, layers: Sequence[LayerHandle]) -> bool:
+    """torch.distributed.checkpoint takes a step at a learning rate of 0 and with gradients of 0, to make the state that it loads
+    into; that is no update. A warm-up may start at a learning rate of 0 too, but not with such gradients."""
+    if optimizer.state or any(float(group.get("lr", 1)) != 0 for group in optimizer.param_groups):
+        return False
+    grads = [layer.parameter.grad for layer in layers if layer.parameter.grad is not None]
+    non_zero = [held(grad).count_nonzero().float() for grad in grads]
+    return not any(float(count) for count in sum_over_shards(non_zero, grads))
 
 
 def _first(names: list[str], flags: Tensor) -> str | None:

@@ -22,6 +22,7 @@ except ImportError:
 from nmsparse.workbench.flags import takes_settings
 from nmsparse.workbench.training import TrainConfig
 
+WRONG_PATHS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables and progress.")]
 
 app = typer.Typer(
@@ -135,17 +136,22 @@ def bench(
     models: Annotated[list[str] | None, typer.Option("--model", help="Shapes for the steps; repeat for several.")] = None,
     seconds: Annotated[float, typer.Option(min=0.05, help="How long each side runs before the other has its turn.")] = 1.0,
     turns: Annotated[int, typer.Option(min=1, help="Turns of each side.")] = 2,
+    inference: Annotated[bool, typer.Option("--inference", help="Prefill and decode of served models, not training.")] = False,
     output: Annotated[Path | None, typer.Option(help="Append JSON lines here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines in place of the table.")] = False,
 ) -> None:
     """Measure this GPU: pack kernels, products, one layer, and whole training steps, dense and sparse in turn."""
-    from nmsparse.workbench.bench import MODELS, SUITES, Recorder, headline, run_suites
+    from nmsparse.workbench.bench import MODELS, SUITES, Recorder, bench_inference, headline, run_suites
 
     chosen = _check_names("SUITES", suites or [], SUITES)
     shapes = _check_names("--model", models or [], MODELS)
     _need_gpu("bench")
     show = json.dumps if as_json else headline
-    run_suites(chosen, Recorder(output, lambda row: typer.echo(show(row))), seconds, turns, shapes)
+    record = Recorder(output, lambda row: typer.echo(show(row)))
+    if inference:
+        bench_inference(record, seconds, turns, shapes)
+    else:
+        run_suites(chosen, record, seconds, turns, shapes)
 
 
 @app.command()
@@ -211,6 +217,10 @@ def _in_words() -> Iterator[None]:
     except (ValueError, ImportError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from None
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        typer.echo(f"Error: {where}{error.strerror or error}.", err=True)
+        raise typer.Exit(2 if isinstance(error, WRONG_PATHS) else 1) from None
 
 
 def _new_folder(kind: str) -> Path:
@@ -267,7 +277,7 @@ def train(
             if output is not None or config is not None:
                 raise ValueError("--resume takes its settings and its folder from the run; leave --output and --config out.")
             file: Path | None = None
-            folder, settings = resume, RunRecord(resume).info["config"] | settings
+            folder, settings = resume, RunRecord(resume).settings | settings
         else:
             file, folder = config, output or _new_folder("train")
         made = _config(file, settings)
@@ -313,7 +323,8 @@ def compare(
     folder = output or _new_folder("compare")
     with _in_words():
         wanted = candidates or ["dense", "sr-ste", "s-ste", "trio"]
-        configs = study(_config(config, settings), wanted, pattern or ["2:4"], seeds)
+        base = _config(config, settings)
+        configs = study(base, wanted, pattern or [base.pattern], seeds)
         try:
             with study_progress(quiet=as_json) as listen:
                 done = run_study(configs, folder, jobs=jobs, listen=listen)
@@ -321,7 +332,10 @@ def compare(
             typer.echo(f"stopped; the same command with --output {folder} continues.", err=True)
             raise typer.Exit(130) from None
         failed = [job for job in done if job.status == "failed"]
-        if len(failed) < len(done):
+        if len(failed) == len(done):
+            if as_json:
+                typer.echo(json.dumps({"folder": str(folder), "report": None, "failed": len(failed), "results": []}))
+        else:
             page, tables = write_report([folder], folder / "report.html").html, summarize([folder])
             if as_json:
                 facts = [table.to_dict() for table in tables]
@@ -380,6 +394,11 @@ def reproduce(
     from nmsparse.workbench.terminal import study_progress
 
     if claim is None and not report:
+        if as_json:
+            claims = room.CLAIMS.values()
+            listed = [{"name": c.name, "says": c.says, "experiments": [e.name for e in c.experiments]} for c in claims]
+            typer.echo(json.dumps(listed, indent=2))
+            return
         for known in room.CLAIMS.values():
             typer.echo(f"{known.name:12} {known.says} Experiments: {', '.join(e.name for e in known.experiments)}.")
         return
@@ -414,6 +433,8 @@ def reproduce(
             page = room.write_results(results, scale)
             if not as_json:
                 typer.echo(f"results: {page}")
+            elif report:
+                typer.echo(json.dumps({"results": str(page)}))
     if failed:
         raise typer.Exit(1)
 

@@ -95,7 +95,7 @@ class StepAdamW(torch.optim.AdamW):
             state["frozen_floor"] = _low_quantile(_variance(state), group["floor_quantile"]) * state["frozen_scale"]
 
     def is_frozen(self, p: Tensor) -> bool:
-        return p in self.state and "frozen_scale" in self.state[p]
+        return p in self.state and self.state[p].get("frozen_scale", 0.0) > 0
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyrefly: ignore
@@ -117,6 +117,10 @@ class StepAdamW(torch.optim.AdamW):
         has_complex = self._init_group(moving, *lists)
         if not lists[0]:
             return
+        for p in lists[0]:
+            # torch's distributed checkpoints restore the entries that a new optimizer has, and no others
+            self.state[p].setdefault("frozen_scale", 0.0)
+            self.state[p].setdefault("frozen_floor", 0.0)
         adamw(
             *lists,
             foreach=group["foreach"],

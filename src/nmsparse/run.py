@@ -12,7 +12,9 @@ Modules hold no counters, and everything is keyed by module name: wrappers may r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +22,8 @@ from torch import Tensor, nn
 
 from nmsparse._saved import copied, describe, from_saved, to_saved
 from nmsparse._tensor_cores import Rule, TensorCores, Verdict
-from nmsparse._update import FiniteCheck, LayerHandle, OptimizerUpdate, fill
-from nmsparse.functional import flip_rate, hash_integers
+from nmsparse._update import FiniteCheck, LayerHandle, OptimizerUpdate, fill, is_rehearsal
+from nmsparse.functional import hash_integers, wrap_int32
 from nmsparse.nn import Layer, Permuted, RemovedWithSparsity, SparseModule, Targets, convert_, layer_of
 from nmsparse.recipes import Clock, Recipe, recipe_info
 
@@ -63,6 +65,12 @@ def sparsify_(
     return Run(model, recipe, modules, skipped, permuted, seed, None if emulate else plan or Rule(recipe))
 
 
+def run_of(model: nn.Module) -> Run | None:
+    """The run of a model that :func:`sparsify_` converted; None for a plain model, and for a copy of a converted one."""
+    hooks = (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _BeforeForward))
+    return next((hook.run for hook in hooks if hook.run is not None), None)
+
+
 class _BeforeForward(RemovedWithSparsity):
     """Forward pre-hook of the model: a new micro-batch moves the random counters on.
 
@@ -74,12 +82,21 @@ class _BeforeForward(RemovedWithSparsity):
         self.layers = layers
         self.recipe = recipe
         self.permuted = permuted
+        self.run: Run | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy (deepcopy, pickle) of the model belongs to no run."""
+        return {**self.__dict__, "run": None}
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
+        self.move_on()
+
+    def move_on(self) -> None:
+        """The next micro-batch of this rank: the ranks take turns, so that what is drawn does not depend on their number."""
         if self.recipe.is_random:
-            torch._foreach_add_([layer.state["counter"] for layer in self.layers], 1)
+            torch._foreach_add_([layer.state["counter"] for layer in self.layers], _ranks())
 
     def undo(self) -> None:
         self.permuted.undo_()
@@ -137,12 +154,18 @@ class Run:
         self._attachments: list[_Attachment] = []
         self._tensor_cores = TensorCores(recipe, verdict)
         self._flips: dict[str, Tensor] = {}
+        self._has_started = False
+        self._hook.run = self
         model.register_forward_pre_hook(self._hook)
 
     @property
     def layers(self) -> list[str]:
         """Names of the sparse layers."""
         return list(self._layers)
+
+    def parameters(self) -> list[Tensor]:
+        """The weights of the sparse layers, as they are now: wrappers may replace them."""
+        return [handle.parameter for handle in self._layers.values() if handle.is_live]
 
     @property
     def products(self) -> dict[str, dict[str, str]]:
@@ -164,10 +187,20 @@ class Run:
         """Updates done (by the first attached optimizer)."""
         return self._attachments[0].step if self._attachments else 0
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The attached optimizers."""
+        return [attachment.optimizer for attachment in self._attachments]
+
     def __repr__(self) -> str:
         attached = f"step {self.step}" if self._attachments else "not attached"
         counts = f"{len(self._layers)} sparse layers, {len(self.skipped)} skipped"
         return f"Run({self.recipe.name} {self.recipe.pattern}, {counts}, {attached})"
+
+    def begin_micro_batch(self) -> None:
+        """Move the random numbers on, where micro-batches do not pass through the converted model's own forward (Lightning
+        calls ``training_step``); once per micro-batch, whether or not they do is no matter."""
+        self._hook.move_on()
 
     # ---- the clock ----
 
@@ -258,7 +291,8 @@ class Run:
         for layer in layers:
             layer.grad_scale = grad_scale
         is_only_one = len(layers) == sum(handle.is_live for handle in self._layers.values())
-        return OptimizerUpdate(attachment.clock, layers, is_only_one, attachment.optimizer, attachment.memory)
+        starts = not self._has_started
+        return OptimizerUpdate(attachment.clock, layers, is_only_one, attachment.optimizer, attachment.memory, starts)
 
     def _set_time(self, attachment: _Attachment) -> None:
         """Write the scheduled scalars and the random counters of the coming update."""
@@ -268,21 +302,49 @@ class Run:
                 fill([layer.state[name] for layer in layers], value)
                 attachment.scheduled[name] = value
         if self.recipe.is_random:
-            fill([layer.state["counter"] for layer in layers], hash_integers(self.seed, attachment.step, _rank()))
+            fill([layer.state["counter"] for layer in layers], _first_counter(self.seed, attachment.step))
+
+    def _before_step(self, attachment: _Attachment, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Make the gradients ready, or see to it that a closure which computes them inside ``step()`` does."""
+        attachment.is_running = False
+        if not (any(callable(arg) for arg in args[1:]) or kwargs.get("closure") is not None):
+            self._prepare_update(attachment)
+            return None
+        if isinstance(attachment.optimizer, torch.optim.LBFGS) and self.recipe.needs_clock:
+            raise ValueError(self._closure_called_again(attachment))
+        swap = partial(self._after_closure, attachment)
+        given = tuple(swap(arg) if callable(arg) and i else arg for i, arg in enumerate(args))
+        return given, {key: swap(value) if key == "closure" and value is not None else value for key, value in kwargs.items()}
+
+    def _after_closure(self, attachment: _Attachment, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Lightning runs forward, backward and clipping in a closure: the gradients are final when it returns."""
+
+        def compute() -> Any:
+            if attachment.is_running and self.recipe.needs_clock:
+                raise ValueError(self._closure_called_again(attachment))
+            loss = closure()
+            self._prepare_update(attachment)
+            return loss
+
+        return compute
+
+    def _closure_called_again(self, attachment: _Attachment) -> str:
+        return (
+            f"{type(attachment.optimizer).__name__} calls its closure more than once per update, and {self.recipe.name} changes "
+            "gradients once per update: use an optimizer that calls it once, such as AdamW or SGD."
+        )
 
     @torch.no_grad()
-    def _before_step(self, attachment: _Attachment, args: Any, kwargs: dict[str, Any]) -> None:
+    def _prepare_update(self, attachment: _Attachment) -> None:
         layers = attachment.live_layers
         # a fused optimizer under GradScaler is stepped on overflow too, and then changes nothing
         found_inf = getattr(attachment.optimizer, "found_inf", None)
         attachment.is_running = bool(layers) and not (found_inf is not None and float(found_inf) > 0)
         if not attachment.is_running:
             return
-        if self.recipe.needs_clock and (any(callable(arg) for arg in args[1:]) or kwargs.get("closure") is not None):
-            raise ValueError(
-                f"{self.recipe.name} changes gradients before the update, but a closure computes them anew inside step(): "
-                "call step() without a closure."
-            )
+        if is_rehearsal(attachment.optimizer, layers):
+            attachment.is_running = False
+            return
         update = self._update(attachment)
         self._tensor_cores.check_fresh(layers)
         self._check_gradients(attachment)
@@ -309,15 +371,13 @@ class Run:
         if not attachment.is_running:
             return
         attachment.is_running = False
+        self._has_started = True
         attachment.step += 1
         update = self._update(attachment)
         self.recipe.after_update(update)
         self._set_time(attachment)
         if attachment.masks:
-            after = update.masks()
-            self._flips.update(
-                {name: flip_rate(before, after[name]) for name, before in attachment.masks.items() if name in after}
-            )
+            self._flips.update(update.flip_rates(attachment.masks))
             attachment.masks = {}
         self._tensor_cores.engage(attachment.live_layers, attachment.clock, attachment.memory)
 
@@ -336,6 +396,9 @@ class Run:
         ``density`` is the share of non-zeros that `output` sees in training; ``flip_rate`` the share of mask bits that
         one update changed, at the last measured update (None before); ``mask_changes`` the same as a count, the papers'
         sparse architecture divergence. ``decay`` is the strength of the pull on pruned weights, where a recipe has one.
+
+        Nothing is sent between ranks, so one of them may call this alone: of a sharded weight, ``density`` is that of the rows
+        which this rank holds, and None where rows alone do not tell; flip rates are of the whole.
         """
         layers: dict[str, dict[str, Any]] = {}
         for name, handle in self._layers.items():
@@ -353,14 +416,14 @@ class Run:
         }
 
     def _layer_stats(self, handle: LayerHandle) -> dict[str, Any]:
-        seen = self.recipe.output_weight(handle.weight, handle.state)
+        entries = handle.parameter.numel()
         flips = self._flips.get(handle.name)
         rate = None if flips is None else float(flips)
         return {
-            "entries": seen.numel(),
-            "density": float((seen != 0).sum()) / max(seen.numel(), 1),
+            "entries": entries,
+            "density": handle.density(),
             "flip_rate": rate,
-            "mask_changes": None if rate is None else round(rate * seen.numel()),
+            "mask_changes": None if rate is None else round(rate * entries),
             **({"decay": self.recipe.decay} if hasattr(self.recipe, "decay") else {}),
             **self.recipe.describe(handle.state),
         }
@@ -372,11 +435,13 @@ class Run:
         layers = {name: {key: to_saved(value) for key, value in handle.state.items()} for name, handle in self._layers.items()}
         for name, saved in layers.items():
             if "counter" in saved:  # as micro-batches since the last update, which is the same on every rank
-                saved["counter"] -= self._counter_start(name)
-        optimizers = [
+                saved["counter"] = (saved["counter"] - self._counter_start(name)) // _ranks()
+        # a tuple, which torch's distributed checkpoints save as one value: of a dict they restore only the keys that a new run
+        # has, and what a recipe remembers grows while it trains
+        optimizers = tuple(
             {"step": a.step, "total_steps": a.total_steps, "memory": {key: copied(value) for key, value in a.memory.items()}}
             for a in self._attachments
-        ]
+        )
         return {
             "version": VERSION,
             "recipe": describe(self.recipe),
@@ -390,12 +455,13 @@ class Run:
     def _counter_start(self, name: str) -> int:
         """What the random counter of a layer starts from at the present update."""
         owner = next((a for a in self._attachments if any(layer.name == name for layer in a.layers)), None)
-        return 0 if owner is None else hash_integers(self.seed, owner.step, _rank())
+        return 0 if owner is None else _first_counter(self.seed, owner.step)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken. Attach the optimizers first; nothing changes if anything differs."""
         self._check_loadable(state)
+        self._has_started = True
         for attachment, saved in zip(self._attachments, state["optimizers"], strict=True):
             attachment.step = saved["step"]
             attachment.memory.clear()
@@ -407,7 +473,7 @@ class Run:
             for key, value in saved.items():
                 own[key].copy_(from_saved(value, own[key]))
             if "counter" in own:
-                own["counter"] += self._counter_start(name)
+                own["counter"].mul_(_ranks()).add_(self._counter_start(name))
         for attachment in self._attachments:
             self._tensor_cores.engage(attachment.live_layers, attachment.clock, attachment.memory)
         self._hook.permuted.moves[:] = [(name, dim, copied(order)) for name, dim, order in state["permuted"]]
@@ -456,20 +522,40 @@ def _unwrap(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def _rank() -> int:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return 0
+    return torch.distributed.get_rank() if _is_distributed() else 0
+
+
+def _ranks() -> int:
+    return torch.distributed.get_world_size() if _is_distributed() else 1
+
+
+def _first_counter(seed: int, step: int) -> int:
+    """The random counter of a rank before its first micro-batch of an update.
+
+    Micro-batch i of rank r is number i * ranks + r of the update: two ranks draw what one draws that accumulates the same two.
+    """
+    return wrap_int32(hash_integers(seed, step, 0) + 1 + _rank() - _ranks())
 
 
 def _totals(layers: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Means weighted by size; sums of counts."""
     entries = sum(layer["entries"] for layer in layers.values())
-    measured = [layer for layer in layers.values() if layer["flip_rate"] is not None]
-    share = sum(layer["entries"] for layer in measured)
+    changes = [layer["mask_changes"] for layer in layers.values() if layer["mask_changes"] is not None]
     return {
         "entries": entries,
-        "density": sum(layer["density"] * layer["entries"] for layer in layers.values()) / max(entries, 1),
-        "flip_rate": sum(layer["flip_rate"] * layer["entries"] for layer in measured) / share if share else None,
-        "mask_changes": sum(layer["mask_changes"] for layer in measured) if measured else None,
+        "density": _mean(layers, "density"),
+        "flip_rate": _mean(layers, "flip_rate"),
+        "mask_changes": sum(changes) if changes else None,
     }
+
+
+def _mean(layers: dict[str, dict[str, Any]], key: str) -> float | None:
+    """Over the layers where it is known."""
+    known = [(layer["entries"], layer[key]) for layer in layers.values() if layer[key] is not None]
+    entries = sum(size for size, _ in known)
+    return sum(size * value for size, value in known) / entries if entries else None

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from nmsparse.cli import app
 from nmsparse.workbench.compare import Candidate, Job, run_study, study
 from nmsparse.workbench.records import RunRecord, find_runs
 from nmsparse.workbench.training import TrainConfig
@@ -100,6 +105,34 @@ def test_a_diverged_run_counts_as_diverged(tmp_path: Path) -> None:
     assert "training stopped" in (RunRecord(tmp_path / "wild").result or {})["message"]
 
 
+def test_a_killed_comparison_leaves_no_process_behind(tmp_path: Path) -> None:
+    arguments = ["compare", "dense", "--seeds", "1", "--output", "out", *FLAGS, "--steps", "1000000", "--jobs", "1"]
+    command = [sys.executable, "-m", "nmsparse", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path)
+    rows, lock = tmp_path / "out" / "dense-seed0" / "metrics.jsonl", tmp_path / "out" / "dense-seed0" / ".lock"
+    while process.poll() is None and not (rows.exists() and rows.stat().st_size):
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while a run goes on
+
+
+def test_the_pattern_of_a_configuration_file_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def stop(configs: dict[str, TrainConfig], *rest: Any, **others: Any) -> None:
+        seen.extend(config.pattern for config in configs.values())
+        raise ValueError("enough")
+
+    monkeypatch.setattr("nmsparse.workbench.compare.run_study", stop)
+    (tmp_path / "a.toml").write_text('pattern = "1:4"\n')
+    for more, expected in ([], "1:4"), (["--pattern", "1:8"], "1:8"):
+        seen.clear()
+        CliRunner().invoke(app, ["compare", "ste", "--seeds", "1", "--config", str(tmp_path / "a.toml"), *more])
+        assert seen == [expected]
+
+
 def test_the_newest_row_is_read_while_a_line_is_being_written(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n{"kind": "valid", "step": 1}\n{"kind": "train", "st')
     assert Job("a", TrainConfig(), tmp_path).last_row()["step"] == 1
@@ -126,12 +159,16 @@ def test_train_from_a_file_prints_json_and_resumes(tmp_path: Path) -> None:
         (["train", "--task", "cifar10"], "NMSPARSE_DATA"),
         (["train", "--recipe", "sste"], "sste"),
         (["train", "--option", "mvue"], "is not an option such as"),
+        (["train", "--option", "wrong=1"], "s-ste has no option 'wrong'"),
+        (["train", "--recipe", "step", "--optimizer", "adamw"], "choose step-adamw, not adamw"),
+        (["train", *FLAGS, "--output", "/dev/null"], "/dev/null: File exists"),
         (["train", "--model", "vit"], "vit is a model for images"),
         (["train", "--config", "nowhere.toml"], "nowhere.toml cannot be read"),
         (["train", "--resume", "nowhere"], "nowhere"),
         (["train", "--tracker", "nonsense"], "tracker 'nonsense' is not installed"),
         (["compare", "dense", "x-ste"], "x-ste"),
         (["compare", "--pattern", "5:4"], "5:4"),
+        (["compare", "dense", "--output", "/dev/null"], "/dev/null/dense-seed0: Not a directory"),
         (["report", "nowhere"], "nowhere is not a folder"),
     ],
 )
@@ -169,6 +206,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
 
 
 def test_claims_are_listed_planned_and_refused_by_name(tmp_path: Path) -> None:
+    assert [claim["name"] for claim in json.loads(nmsparse("reproduce", "--json").stdout)][:2] == ["s-ste", "step"]
     listed = nmsparse("reproduce")
     assert [line.split()[0] for line in listed.stdout.splitlines()] == ["s-ste", "step", "bi-mask", "sdgp", "progressive", "trio"]
     planned = nmsparse("reproduce", "s-ste", "--scale", "toy", "--dry-run", folder=tmp_path)

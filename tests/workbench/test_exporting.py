@@ -83,6 +83,27 @@ def test_a_folder_without_a_model_is_refused_in_words(tmp_path: Path) -> None:
     assert "has not finished" in unfinished.output
 
 
+@pytest.mark.parametrize("named", ['["logging"]', '["AutoModel"]', "[3]", '"x"', '["GPT2LMHeadModel"], "n_embd": "wide"'])
+def test_a_configuration_that_names_no_model_is_refused_in_words(named: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(f'{{"model_type": "gpt2", "architectures": {named}}}')
+    result = nmsparse("export", tmp_path, tmp_path / "a.onnx", "--format", "onnx")
+    assert result.exit_code == 2, result.output
+    assert "config.json" in result.output
+
+
+def test_a_run_with_one_validation_example_becomes_onnx(tmp_path: Path) -> None:
+    train(TrainConfig.from_dict(TINY | {"limit": 1, "length": 16}), tmp_path / "run")
+    result = nmsparse("export", tmp_path / "run", tmp_path / "a.onnx", "--format", "onnx")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_run_that_kept_no_model_is_not_told_to_resume(tmp_path: Path) -> None:
+    train(TrainConfig.from_dict(TINY | {"save": False, "length": 16}), tmp_path / "run")
+    result = nmsparse("export", tmp_path / "run", tmp_path / "dense")
+    assert result.exit_code == 2
+    assert "kept no model" in result.output
+
+
 def test_a_frozen_model_of_others_is_packed_by_its_pattern(tmp_path: Path) -> None:
     weight = torch.randn(16, 32)
     save_file({"layer.weight": weight * nm.functional.magnitude_mask(weight, "2:4")}, tmp_path / "model.safetensors")

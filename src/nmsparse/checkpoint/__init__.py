@@ -2,6 +2,7 @@
 
 from nmsparse.checkpoint._convert import Converted, convert
 from nmsparse.checkpoint._files import TensorFiles
+from nmsparse.checkpoint._format import Layout, unpack_tensor
 from nmsparse.checkpoint._load import load
 from nmsparse.checkpoint._onnx import OnnxReport, OnnxWeight, export_onnx
 from nmsparse.checkpoint._save import save
@@ -10,6 +11,7 @@ from nmsparse.checkpoint._verify import Checked, Report, verify
 __all__ = [
     "Checked",
     "Converted",
+    "Layout",
     "OnnxReport",
     "OnnxWeight",
     "Report",
@@ -18,5 +20,6 @@ __all__ = [
     "export_onnx",
     "load",
     "save",
+    "unpack_tensor",
     "verify",
 ]

@@ -26,6 +26,8 @@ VALUES, INDICES = ".nm_values", ".nm_indices"
 SPARSITY, WEIGHTS, INDEX = "sparsity.json", "model.safetensors", "model.safetensors.index.json"
 LARGEST = 1 << 60
 """Entries. No file can back more; an empty tensor could claim them in its other dims, and overflow what torch counts."""
+AT_ONCE = 1 << 16
+"""Kept entries that are unpacked together: on the way each takes some 50 bytes, and blocks of a few MB return to the system."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +94,25 @@ def unpack_tensor(values: Tensor, indices: Tensor, layout: Layout, name: str) ->
             f"{name}: a {layout.pattern} tensor of shape {layout.shape} takes {kept} values and {index_bytes} index bytes, the "
             f"file has {values.numel()} and {indices.numel()}."
         )
-    bits = index_bits(pattern)
-    planes = ((indices[:, None].to(torch.int32) >> torch.arange(8)) & 1).flatten()[: kept * bits].view(kept, bits)
-    positions = (planes << torch.arange(bits)).sum(1)
     shape = list(layout.shape)
     size = shape.pop(layout.dim)
-    moved = [*shape, size // pattern.m * pattern.n]
+    per_row, bits = size // pattern.m * pattern.n, index_bits(pattern)
+    dense = values.new_empty(prod(shape), size)
+    rows = max(8, AT_ONCE // max(per_row, 1) // 8 * 8)  # a multiple of 8 begins at a whole byte of indices
     try:
-        dense = unpack(values.view(moved), positions.to(torch.int16).view(moved), pattern)
+        for start in range(0, len(dense) if kept else 0, rows):
+            part = dense[start : start + rows]
+            first, count = start * per_row, len(part) * per_row
+            taken = indices[first * bits // 8 : -(-(first + count) * bits // 8)]
+            positions = _positions(taken, count, bits).view(len(part), per_row)
+            part.copy_(unpack(values[first : first + count].view(len(part), per_row), positions, pattern))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    return dense.movedim(-1, layout.dim).contiguous()
+    return dense.view(*shape, size).movedim(-1, layout.dim).contiguous()
+
+
+def _positions(indices: Tensor, count: int, bits: int) -> Tensor:
+    """Positions inside their groups, from their bits."""
+    byte, bit = torch.arange(8, device=indices.device), torch.arange(bits, device=indices.device)
+    planes = ((indices[:, None].to(torch.int32) >> byte) & 1).flatten()[: count * bits].view(count, bits)
+    return (planes << bit).sum(1).to(torch.int16)

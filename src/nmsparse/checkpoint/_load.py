@@ -9,15 +9,17 @@ from torch import Tensor, nn
 
 from nmsparse.checkpoint._files import TensorFiles
 from nmsparse.checkpoint._format import INDICES, VALUES
-from nmsparse.nn import sparse_modules
+from nmsparse.nn import sparse_modules, unpack_all_
 
 
 @torch.no_grad()
 def load(model: nn.Module, path: str | Path) -> nn.Module:
     """Read what :func:`save` wrote (or any safetensors checkpoint with this model's keys) into a model; return it.
 
-    Tensors are read one at a time from memory-mapped files. Names and shapes are checked before anything is written.
+    Tensors are read one at a time from memory-mapped files. Names and shapes are checked before anything is written. What
+    ``accelerate_`` packed is plain again afterwards: the new weights may break its pattern.
     """
+    unpack_all_(model)
     own = model.state_dict(keep_vars=True)
     with TensorFiles(path) as files:
         sources = _match(own, files)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nmsparse._saved import describe
 from nmsparse.checkpoint._format import INDEX, INDICES, SPARSITY, VALUES, VERSION, WEIGHTS, Layout, pack_tensor
 from nmsparse.functional import violations
-from nmsparse.nn import final_weight, grouped_dim, sparse_modules
+from nmsparse.nn import final_weight, grouped_dim, is_sharded, sparse_modules
 from nmsparse.pattern import Pattern
 
 
@@ -58,6 +58,14 @@ def final_tensors(
 ) -> tuple[dict[str, Tensor], dict[str, Layout], dict[str, Any] | None]:
     """The state dict as ``freeze_`` would leave it, which of its tensors are sparse and how, and the recipe."""
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    sharded = next((name for name, tensor in tensors.items() if is_sharded(tensor)), None)
+    if sharded is not None:
+        raise ValueError(
+            f"{sharded} is sharded over ranks, and a file holds whole tensors: on every rank call nmsparse.freeze_(model) and "
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
+            "torch.distributed.checkpoint.state_dict, load the result into a plain model on one rank, and save that with its "
+            "pattern."
+        )
     layouts: dict[str, Layout] = {}
     recipe = None
     for name, module in sparse_modules(model):

@@ -10,7 +10,13 @@ from nmsparse.functional._groups import check_divisible, from_groups, magnitude_
 from nmsparse.functional._masks import backward_mask, flip_rate, magnitude_mask, violations
 from nmsparse.functional._mvue import mvue, mvue_approximate, mvue_probabilities
 from nmsparse.functional._pack import pack, unpack
-from nmsparse.functional._random import counter_permutation, counter_uniform, counter_uniform_grid, hash_integers
+from nmsparse.functional._random import (
+    counter_permutation,
+    counter_uniform,
+    counter_uniform_grid,
+    hash_integers,
+    wrap_int32,
+)
 from nmsparse.functional._sdgp import sdgp
 from nmsparse.functional._soft import least_squares_scale, soft_threshold, soft_threshold_scale
 from nmsparse.functional._staged import stage_at, staged_mask
@@ -50,4 +56,5 @@ __all__ = [
     "unpack",
     "unpack_bits",
     "violations",
+    "wrap_int32",
 ]

@@ -33,6 +33,11 @@ def _mix_pair(h: Tensor) -> Tensor:
     return (h ^ ((h >> 15) & 0x1FFFF)) * _signed(SECOND)
 
 
+def wrap_int32(value: int) -> int:
+    """The int32 that is congruent to an integer."""
+    return _signed(value & 0xFFFFFFFF)
+
+
 def hash_integers(*values: int) -> int:
     """Mix Python integers into one int32, on the host: keys for streams and counters."""
     h = 0

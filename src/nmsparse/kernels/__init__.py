@@ -20,6 +20,7 @@ from nmsparse.kernels._ops import (
     sampled_grad_weight,
     sparse_matmul,
     trusts_layout,
+    unpack_sparse,
 )
 from nmsparse.kernels._search import Choice, cache_folder, device_milliseconds
 
@@ -48,4 +49,5 @@ __all__ = [
     "time_products",
     "transposable_kernel",
     "trusts_layout",
+    "unpack_sparse",
 ]

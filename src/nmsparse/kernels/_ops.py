@@ -295,6 +295,11 @@ def pack_weight_(
             buffer.copy_(compress_stored(projected.to(buffer.dtype), major))
 
 
+def unpack_sparse(packed: Tensor, m: int, k: int, m_major: bool) -> Tensor:
+    """Undo pack_sparse of m x k entries: the stored (m, k) matrix, or (k, m) if M-major. Plain torch, for once in a while."""
+    return decompress(packed, m, k, "m" if m_major else "k")
+
+
 def trusts_layout(x: Tensor) -> bool:
     """Whether our kernels may pack in this type on this GPU, in both directions."""
     return _trusts(x, "k") and _trusts(x, "m")

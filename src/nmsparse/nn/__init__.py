@@ -3,7 +3,16 @@
 from typing import Any
 
 from nmsparse.nn._compiled import fast
-from nmsparse.nn._convert import RemovedWithSparsity, SparseModule, convert_, densify_, freeze_, layer_sizes, sparse_modules
+from nmsparse.nn._convert import (
+    RemovedWithSparsity,
+    SparseModule,
+    convert_,
+    densify_,
+    freeze_,
+    keep_forwards_,
+    layer_sizes,
+    sparse_modules,
+)
 from nmsparse.nn._layer import Layer
 from nmsparse.nn._mlp import fused_mlp
 from nmsparse.nn._modules import (
@@ -16,13 +25,17 @@ from nmsparse.nn._modules import (
     layer_of,
     sparse_class,
 )
+from nmsparse.nn._packed import PackedLinear, PackedMixin, pack_, packed_class, unpack_, unpack_all_
 from nmsparse.nn._permute import Permuted, permute_channels_
+from nmsparse.nn._sharded import held, is_sharded, splits_rows, spread, sum_over_shards, whole
 from nmsparse.nn._sparse import SparseProducts, obstacles
 from nmsparse.nn._targets import Targets
 from nmsparse.nn._targets import select as select_layers
 
 __all__ = [
     "Layer",
+    "PackedLinear",
+    "PackedMixin",
     "Permuted",
     "RemovedWithSparsity",
     "SparseConv2d",
@@ -39,12 +52,23 @@ __all__ = [
     "freeze_",
     "fused_mlp",
     "grouped_dim",
+    "held",
+    "is_sharded",
+    "keep_forwards_",
     "layer_of",
     "layer_sizes",
     "obstacles",
+    "pack_",
+    "packed_class",
     "permute_channels_",
     "select_layers",
     "sparse_modules",
+    "splits_rows",
+    "spread",
+    "sum_over_shards",
+    "unpack_",
+    "unpack_all_",
+    "whole",
 ]
 
 

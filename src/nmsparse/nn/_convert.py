@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from nmsparse.functional import hash_integers
 from nmsparse.nn._layer import Layer
 from nmsparse.nn._modules import SparseMixin, dense_class, final_weight, sparse_class
+from nmsparse.nn._packed import PackedMixin, unpack_all_
 from nmsparse.nn._permute import Permuted, permute_channels_
 from nmsparse.nn._products import wide
 from nmsparse.nn._targets import Targets, select
@@ -88,11 +89,12 @@ def _check_model(model: nn.Module) -> None:
         "DistributedDataParallel": "DistributedDataParallel",
         "FullyShardedDataParallel": "FSDP",
     }
-    if type(model).__name__ in wrappers:
-        raise ValueError(
-            f"the model is wrapped by {wrappers[type(model).__name__]} already: call sparsify_ on the plain model first, "
-            "then wrap it."
-        )
+    for name, module in model.named_modules():
+        if type(module).__name__ in wrappers:
+            raise ValueError(
+                f"{name or 'the model'} is wrapped by {wrappers[type(module).__name__]} already: call sparsify_ on the plain "
+                "model first, then wrap it."
+            )
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(
@@ -177,16 +179,26 @@ def _swap(model: nn.Module, records: dict[str, Layer], modules: dict[str, nn.Mod
         assert kind is not None
         module._nmsparse = layer  # pyrefly: ignore
         module.__class__ = kind
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer):
-            for linear in (module.linear1, module.linear2):
-                if isinstance(linear, SparseMixin):
-                    linear.register_forward_pre_hook(_KeepsForward())
+    keep_forwards_(model)
     return {name: cast(SparseModule, modules[name]) for name in records}
 
 
+def keep_forwards_(model: nn.Module) -> None:
+    """See to it that nn.TransformerEncoderLayer calls those of its linears that are ours now."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            for linear in (module.linear1, module.linear2):
+                if isinstance(linear, SparseMixin | PackedMixin):
+                    cast(nn.Module, linear).register_forward_pre_hook(_KeepsForward())
+
+
 def densify_(model: nn.Module) -> nn.Module:
-    """Undo a conversion: the dense master weights in plain modules, as if nothing had happened. Returns the model."""
+    """Undo a conversion: the dense master weights in plain modules, as if nothing had happened. Returns the model.
+
+    What ``accelerate_`` packed is a plain layer with its pruned weight again.
+    """
+    unpack_all_(model)
+    _reshard(model)
     for hook in _strip(model):
         hook.undo()
     return model
@@ -194,7 +206,11 @@ def densify_(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def freeze_(model: nn.Module) -> nn.Module:
-    """Bake the final pattern: exact zeros (+0.0) in the weights, plain modules again. Returns the model."""
+    """Bake the final pattern: exact zeros (+0.0) in the weights, plain modules again. Returns the model.
+
+    Of a sharded model the shards are baked, and every rank must call this.
+    """
+    _reshard(model)
     for _, module in sparse_modules(model):
         layer = module._nmsparse
         module.weight.copy_(final_weight(module))
@@ -204,10 +220,25 @@ def freeze_(model: nn.Module) -> nn.Module:
     return model
 
 
+def _reshard(model: nn.Module) -> None:
+    """FSDP2 leaves whole copies in some modules after a forward pass; what is written there would be lost."""
+    for module in model.modules():
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            cast(Any, module).reshard()
+
+
+def _without_sparsity(kind: type[nn.Module]) -> type[nn.Module]:
+    """The plain class; ``fully_shard`` puts a class of its own in front of it, which stays."""
+    dense, front = dense_class(kind), kind.__mro__[1]
+    if front.__name__ != "FSDPModule":
+        return dense
+    return type(f"FSDP{dense.__name__}", (front, dense), {"__deepcopy__": kind.__dict__["__deepcopy__"]})
+
+
 def _strip(model: nn.Module) -> list[RemovedWithSparsity]:
     """Turn sparse modules back into plain ones; return the hooks that were taken away."""
     for _, module in sparse_modules(model):
-        module.__class__ = dense_class(type(module))  # pyrefly: ignore
+        module.__class__ = _without_sparsity(type(module))  # pyrefly: ignore
         del module._nmsparse
     removed: list[RemovedWithSparsity] = []
     for module in model.modules():

@@ -32,6 +32,8 @@ class Layer:
     """What runs on sparse tensor cores, once an optimizer is attached; None where everything is emulated."""
     awaits_optimizer: bool = False
     """The recipe runs on an optimizer, and none is attached yet."""
+    parked: State = field(default_factory=dict)
+    """The state while the weight is on the meta device: accelerate shards models there and loads their weights afterwards."""
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy (deepcopy, pickle) belongs to no run, which alone would keep its packed weights current."""
@@ -63,6 +65,8 @@ class Layer:
         if self.sparse is not None and self.sparse.device != device:
             self.sparse = None  # what runs sparse is decided anew, by the run
         for name, tensor in self.state.items():
-            if name not in self.recipe.host_state and tensor.device != device:
-                on_meta = tensor.is_meta or device.type == "meta"
-                self.state[name] = torch.empty_like(tensor, device=device) if on_meta else tensor.to(device)
+            if name in self.recipe.host_state or tensor.device == device:
+                continue
+            if device.type == "meta":
+                self.parked[name] = tensor
+            self.state[name] = self.parked.pop(name).to(device) if tensor.is_meta else tensor.to(device)

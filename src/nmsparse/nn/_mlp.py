@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from nmsparse.kernels import ACTIVATIONS, activate, activation_backward
 from nmsparse.nn._modules import SparseConv2d, SparseMixin, prepare_call
-from nmsparse.nn._products import LinearCall, serving, snapshot
+from nmsparse.nn._products import LinearCall, serving, snapshot, unflattened
 
 
 def fused_mlp(x: Tensor, *, up: nn.Module, down: nn.Module, gate: nn.Module | None = None, activation: str) -> Tensor:
@@ -91,8 +91,7 @@ class MlpProducts(torch.autograd.Function):
         hidden = hidden if len(made) == 1 else hidden * made[1]
         ctx.calls, ctx.activation = calls, activation
         ctx.save_for_backward(x, *made, *weights, *counters)
-        y = down[0].output(hidden, *down[1:], dtype)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return unflattened(down[0].output(hidden, *down[1:], dtype), x)
 
     @staticmethod
     @once_differentiable

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from nmsparse.nn._conv1d import is_hf_conv1d
 from nmsparse.nn._layer import Layer
 from nmsparse.nn._products import ConvProducts, LinearProducts, forward_weight, wide
+from nmsparse.nn._sharded import spread, whole
 
 
 class SparseMixin:
@@ -21,6 +22,8 @@ class SparseMixin:
     _nmsparse: Layer
     weight: nn.Parameter
     training: bool
+    is_swapped = True
+    """A class of ours in the place of another."""
     is_transposed = False
     """The weight of a linear layer is stored as (I, O)."""
 
@@ -35,6 +38,7 @@ class SparseMixin:
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)  # pyrefly: ignore
+        self._nmsparse.to(self.weight.device)  # assign=True puts in another tensor
         self._nmsparse.refresh(self.weight)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -47,7 +51,7 @@ class SparseMixin:
         return f"{super().extra_repr()}, {recipe.name} {recipe.pattern}"  # pyrefly: ignore
 
 
-def _autocast(x: Tensor, bias: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor | None, torch.dtype]:
+def autocast_operands(x: Tensor, bias: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor | None, torch.dtype]:
     """Cast as autocast would cast a dense layer, but leave the weight alone: it is projected from its master first."""
     kind = x.device.type
     # there is no autocast on meta, and even asking is an error
@@ -97,7 +101,7 @@ def _apply_products(
 def prepare_call(module: Any, input: Tensor) -> tuple[Tensor, Tensor | None, torch.dtype]:
     """Before the products of a linear layer: its input and bias as autocast wants them, and the type to compute in."""
     _check_attached(module)
-    x, bias, dtype = _autocast(input, module.bias, module.weight)
+    x, bias, dtype = autocast_operands(input, module.bias, module.weight)
     _prepare_sparse(module, dtype)
     return x, bias, dtype
 
@@ -120,7 +124,7 @@ class SparseConv2d(SparseMixin, nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         _check_attached(self)
-        x, bias, dtype = _autocast(input, self.bias, self.weight)
+        x, bias, dtype = autocast_operands(input, self.bias, self.weight)
         sparse = self._nmsparse.sparse
         if self.training and sparse is not None and sparse.is_active:
             _prepare_sparse(self, dtype)
@@ -182,8 +186,8 @@ def sparse_class(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def dense_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class that :func:`sparse_class` replaced."""
-    return next(base for base in kind.__mro__ if not issubclass(base, SparseMixin) and issubclass(base, nn.Module))
+    """The class that one of ours replaced; any other class is its own."""
+    return next(base for base in kind.__mro__ if issubclass(base, nn.Module) and not getattr(base, "is_swapped", False))
 
 
 def layer_of(module: nn.Module) -> Layer:
@@ -196,17 +200,22 @@ def layer_of(module: nn.Module) -> Layer:
 @torch.no_grad()
 def final_weight(module: nn.Module) -> Tensor:
     """What ``freeze_`` would bake: the weight under the final, hard pattern, in its own shape and dtype, zeros as +0.0."""
-    layer, weight = layer_of(module), cast(Tensor, module.weight).detach()
-    mixin = cast(SparseMixin, module)
+    layer = layer_of(module)
+    return _projected(cast(SparseMixin, module), lambda weight: layer.recipe.final_weight(wide(weight), layer.state) + 0.0)
+
+
+def _projected(module: SparseMixin, project: Callable[[Tensor], Tensor]) -> Tensor:
+    """A function of the (O, ..., I) weight, stored and sharded as the weight is."""
+    weight = whole(module.weight.detach())  # groups may straddle the borders between ranks
     out = torch.empty_like(weight)
-    mixin.view_weight(out).copy_(layer.recipe.final_weight(wide(mixin.view_weight(weight)), layer.state) + 0.0)
-    return out
+    module.view_weight(out).copy_(project(module.view_weight(weight)))
+    return spread(out, module.weight)
 
 
 def grouped_dim(module: nn.Module) -> int | None:
     """The dim of a layer's weight along which its groups run; None for layers that cannot be sparse."""
-    kind = dense_class(type(module)) if isinstance(module, SparseMixin) else type(module)
-    if kind is nn.Linear or kind is nn.Conv2d:
+    kind = dense_class(type(module))
+    if kind is nn.Conv2d or (issubclass(kind, nn.Linear) and kind.forward is nn.Linear.forward):
         return 1
     return 0 if is_hf_conv1d(kind) else None
 
@@ -216,14 +225,15 @@ def effective_weight(module: nn.Module) -> Tensor:
     """What the forward product of a layer sees now, in the shape and dtype of its weight.
 
     In training mode this follows the schedule; in evaluation mode it is the final, hard pattern. A dense layer's
-    effective weight is its weight.
+    effective weight is its weight. Of a sharded weight it is sharded likewise, and every rank must call this.
     """
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor):
         raise TypeError(f"{type(module).__name__} has no weight to look at.")
+    packed = getattr(module, "_packed", None)
+    if packed is not None:  # accelerate_ may have dropped the dense copy
+        return cast(Tensor, packed.unpacked())
     if not isinstance(module, SparseMixin):
         return weight.detach().clone()
-    seen = forward_weight(module._nmsparse, module.training, module.view_weight(weight.detach()))
-    out = torch.empty_like(weight)
-    module.view_weight(out).copy_(seen)
-    return out
+    layer, training = module._nmsparse, module.training
+    return _projected(module, lambda whole_weight: forward_weight(layer, training, whole_weight))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nmsparse.functional import channel_permutation, magnitude_mask
 from nmsparse.nn._axes import Axis, Channels, Walk, conv_groups, graphs_of, weight_dims
+from nmsparse.nn._sharded import is_sharded, spread, whole
 from nmsparse.pattern import Pattern
 
 WORTH_A_SEARCH = 1e-3
@@ -154,6 +155,11 @@ def _apply_(walk: Walk, orders: Mapping[Axis, Tensor]) -> list[tuple[str, int, T
 
 @torch.no_grad()
 def _reorder_(tensor: Tensor, dim: int, permutation: Tensor) -> None:
+    if is_sharded(tensor):  # channels change places between ranks
+        full = whole(tensor.detach())
+        _reorder_(full, dim, permutation)
+        tensor.copy_(spread(full, tensor))
+        return
     orders = torch.atleast_2d(permutation).to(tensor.device)
     for part, order in zip(tensor.chunk(len(orders)), orders, strict=True):
         part.copy_(part.index_select(dim, order))

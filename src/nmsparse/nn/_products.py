@@ -69,6 +69,16 @@ def serving(layer: Layer, training: bool, dtype: torch.dtype) -> SparseProducts 
     return layer.sparse if training and layer.sparse is not None and layer.sparse.serves(dtype) else None
 
 
+def unflattened(y: Tensor, x: Tensor) -> Tensor:
+    """A (T, O) result with the leading dims of the input.
+
+    As a dense layer returns it, not as a view: FSDP2 puts a backward hook on what a layer returns, and a change in place would
+    take it off a view.
+    """
+    shaped: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
+    return shaped
+
+
 @dataclass(frozen=True)
 class LinearCall:
     """One call of a linear layer: what its products have in common. Inputs and gradients are matrices here."""
@@ -149,8 +159,7 @@ class LinearProducts(torch.autograd.Function):
         call = ctx.call = LinearCall(layer, training, is_transposed, serving(layer, training, dtype))
         ctx.has_bias = bias is not None
         ctx.save_for_backward(*((x, weight) if counter is None else (x, weight, counter)))
-        y = call.output(x.reshape(-1, x.shape[-1]), weight, bias, dtype)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return unflattened(call.output(x.reshape(-1, x.shape[-1]), weight, bias, dtype), x)
 
     @staticmethod
     @once_differentiable

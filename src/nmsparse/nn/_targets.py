@@ -75,7 +75,35 @@ def _sweep(model: nn.Module, every: dict[str, nn.Module], keyword: str) -> Selec
         if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
             where = f"{name}.in_proj_weight" if name else "in_proj_weight"
             selection.skipped[where] = "nn.MultiheadAttention holds this weight itself, outside any linear layer"
+    selection.skipped.update(_stacked_parameters(model))
+    _leave_out_adapters(model, selection)
     return selection
+
+
+def _stacked_parameters(model: nn.Module) -> dict[str, str]:
+    """Parameters that hold one matrix per expert, which transformers' mixture-of-experts layers multiply themselves."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("torch.nn."):  # a Conv1d has a weight of three dims too
+            continue
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.ndim == 3 and parameter.shape[0] > 1:  # a position embedding is (1, n, c)
+                found[f"{name}.{key}" if name else key] = (
+                    f"a stack of {parameter.shape[0]} matrices (experts) that {type(module).__name__} multiplies itself, outside "
+                    "any linear layer"
+                )
+    return found
+
+
+def _leave_out_adapters(model: nn.Module, selection: Selection) -> None:
+    """PEFT puts layers of its own inside the layer that it adapts; only ``base_layer`` is the model's."""
+    for owner, module in model.named_modules():
+        if not type(module).__module__.startswith("peft.tuners.") or not hasattr(module, "base_layer"):
+            continue
+        for name in list(selection.layers):
+            if name.startswith(f"{owner}.") and not name.startswith(f"{owner}.base_layer"):
+                del selection.layers[name]
+                selection.skipped[name] = "part of a PEFT adapter, which is small and stays dense unless it is named in targets"
 
 
 def _output_heads(model: nn.Module, linear: dict[str, nn.Module]) -> dict[str, str]:
@@ -83,11 +111,12 @@ def _output_heads(model: nn.Module, linear: dict[str, nn.Module]) -> dict[str, s
     if callable(getattr(model, "get_output_embeddings", None)):  # a transformers model knows its own
         head = model.get_output_embeddings()  # pyrefly: ignore
         prefix = getattr(model, "base_model_prefix", "")
-        has_base = bool(prefix) and isinstance(getattr(model, prefix, None), nn.Module)
+        base = getattr(model, prefix, None) if prefix else None
+        inside = {id(module) for module in base.modules()} if isinstance(base, nn.Module) else None
         return {
             name: "output head of the model; name it in targets to make it sparse"
             for name, module in linear.items()
-            if module is head or (has_base and not name.startswith(prefix + "."))
+            if module is head or (inside is not None and id(module) not in inside)
         }
     parametrized = [name for name, module in model.named_modules() if module._parameters]
     if parametrized == list(linear):  # the linear layer is all there is
@@ -116,7 +145,10 @@ def _check_all_found(model: nn.Module, every: dict[str, nn.Module], targets: Tar
         if any(matches(name, spec) for name in every):
             continue
         other = next((f"{name} ({type(m).__name__})" for name, m in model.named_modules() if name and matches(name, spec)), None)
-        if other is not None:
+        stacked = next((name for name in _stacked_parameters(model) if matches(name, spec)), None)
+        if stacked is not None:
+            hint = f" It matches {stacked}, {_stacked_parameters(model)[stacked]}: such parameters cannot be sparse yet."
+        elif other is not None:
             hint = f" It matches {other}, which is no linear or convolution layer."
         else:
             tails = {name.rsplit(".", 1)[-1] for name in every}

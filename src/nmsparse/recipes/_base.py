@@ -70,7 +70,10 @@ class Clock:
 
 
 class LayerUpdate(Protocol):
-    """One layer during an optimizer step. Weight and gradient are (O, ..., I) views."""
+    """One layer during an optimizer step. Weight and gradient are (O, ..., I) views.
+
+    Parameters may be sharded over ranks, each of which makes these calls. Masks are always whole.
+    """
 
     @property
     def name(self) -> str: ...
@@ -81,14 +84,23 @@ class LayerUpdate(Protocol):
         """Key of this layer's random numbers."""
 
     @property
-    def weight(self) -> Tensor: ...
+    def weight(self) -> Tensor:
+        """All of the weight, to read. A copy where the parameter is sharded, gathered at every use."""
+
     @property
     def parameter(self) -> Tensor: ...
     def gradient(self) -> Tensor | None:
-        """The gradient of this update in fp32, with any loss scale divided out; None where there is none."""
+        """The gradient of this update in fp32, with any loss scale divided out; None where there is none. Sharded as the
+        parameter is."""
 
     def mask_gradient(self, mask: Tensor) -> None:
         """Set the gradient to zero where ``mask`` is false."""
+
+    def mask_weight(self, mask: Tensor) -> None:
+        """Set the weight to zero where ``mask`` is false."""
+
+    def shrink_pruned(self, factor: float) -> None:
+        """Multiply the weights that the recipe's mask prunes."""
 
     def view(self, tensor: Tensor) -> Tensor:
         """A tensor of the parameter's shape (an optimizer's moment) as an (O, ..., I) view."""
@@ -106,6 +118,11 @@ class Update(Protocol):
     @property
     def covers_all_layers(self) -> bool:
         """No other optimizer updates a layer of this run."""
+
+    @property
+    def starts_run(self) -> bool:
+        """Nothing was trained or loaded yet: what a recipe took from the weights at conversion, it may take anew from what they
+        are now. Wrappers such as DDP replace the weights of all ranks by those of one."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer: ...
@@ -201,6 +218,12 @@ class Recipe:
     @property
     def is_random(self) -> bool:
         """Draws random numbers: its layers carry the state ``stream`` and ``counter``."""
+        return False
+
+    @property
+    def masks_rows(self) -> bool:
+        """``mask`` and ``output_weight`` of some rows of the weight follow from these rows, and theirs of the state. A rank that
+        holds a part of a sharded weight then needs nothing of the others; else it gathers the weight at every update."""
         return False
 
     @property
@@ -305,6 +328,16 @@ def masked(weight: Tensor, mask: Tensor) -> Tensor:
 def check_decay(decay: float) -> None:
     if not 0 <= decay < float("inf"):
         raise ValueError(f"decay on pruned weights must be a finite number of at least 0, got {decay!r}.")
+
+
+def fill_states_anew(recipe: Recipe, update: Update) -> None:
+    """The states once more, from the weights that the run starts with."""
+    if update.starts_run:
+        for layer in update.layers:
+            weight = layer.weight  # gathered here, where it is sharded
+            weight = weight if weight.dtype == torch.float64 else weight.float()
+            for name, value in recipe.init_state(weight).items():
+                layer.state[name].copy_(value)
 
 
 def fraction_or_step(value: float, clock: Clock) -> float:

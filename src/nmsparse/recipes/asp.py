@@ -63,6 +63,10 @@ class ASP(Recipe):
         return {"mask": mask, "found": scalar(found, weight.device)}
 
     @property
+    def masks_rows(self) -> bool:
+        return True
+
+    @property
     def packing(self) -> Packing | None:
         return Packing(mask="mask")
 
@@ -86,7 +90,7 @@ class ASP(Recipe):
         if update.memory.get("found"):
             for layer in update.layers:
                 # momentum and weight decay of a shared optimizer must not bring a pruned weight back
-                layer.weight.masked_fill_(~layer.state["mask"], 0)
+                layer.mask_weight(layer.state["mask"])
         self._find_when_due(update)
 
     def _find_when_due(self, update: Update) -> None:

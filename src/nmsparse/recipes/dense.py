@@ -10,3 +10,7 @@ from nmsparse.recipes._registry import register_recipe
 @dataclass(frozen=True)
 class Dense(Recipe):
     """Ordinary dense training through the same layers."""
+
+    @property
+    def masks_rows(self) -> bool:
+        return True

@@ -86,6 +86,10 @@ class FST(Recipe):
         return {"mask": transposable_mask(weight, self.pattern), "tail": scalar(0, weight.device)}
 
     @property
+    def masks_rows(self) -> bool:
+        return True
+
+    @property
     def packing(self) -> Packing | None:
         return Packing(mask="mask")
 

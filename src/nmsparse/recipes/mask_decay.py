@@ -72,6 +72,10 @@ class MaskDecay(Recipe):
         return {"keep": scalar(1, weight.device)}
 
     @property
+    def masks_rows(self) -> bool:
+        return True
+
+    @property
     def packing(self) -> Packing | None:
         return Packing()
 

@@ -53,6 +53,10 @@ class SDGP(Recipe):
         return bool(self.mvue) or self.selector != "magnitude"
 
     @property
+    def masks_rows(self) -> bool:
+        return True
+
+    @property
     def prunes_channels(self) -> bool:
         return True
 

@@ -13,9 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-from nmsparse.functional import magnitude_mask
 from nmsparse.recipes._base import Update, check_decay
 from nmsparse.recipes._registry import register_recipe
 from nmsparse.recipes.ste import STE
@@ -47,5 +44,4 @@ class SRSTE(STE):
             own = {id(p) for p in group["params"]}
             for layer in update.layers:
                 if id(layer.parameter) in own:
-                    pruned = ~magnitude_mask(layer.weight, self.pattern)
-                    layer.weight.mul_(torch.where(pruned, 1 - group["lr"] * self.decay, 1.0).to(layer.weight.dtype))
+                    layer.shrink_pruned(1 - group["lr"] * self.decay)

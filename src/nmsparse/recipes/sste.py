@@ -7,7 +7,8 @@ output:      beta * S(W), S(w) = sign(w) max(|w| - t, 0), t = largest dropped ma
 grad_input:  the same tensor, dense product
 grad_weight: MVUE(G) in groups of M tokens;  bias gradient from the full G
 update:      straight through the whole map: no factor beta, no mask
-beta:        <W, S(W)> / <S(W), S(W)>, once at conversion, never again; saved with the run
+beta:        <W, S(W)> / <S(W), S(W)> over the whole tensor, at conversion and when the run's optimizer is attached, never
+             again; saved with the run
 Deviations:  the exact estimator by default (the paper trains with an approximate one: mvue="approximate"); patterns
              other than 1:2 and 2:4 follow from the formula; beta of a pre-trained model comes from its loaded weights.
 """
@@ -20,7 +21,7 @@ from typing import Literal
 from torch import Tensor
 
 from nmsparse.functional import magnitude_mask, soft_threshold, soft_threshold_scale
-from nmsparse.recipes._base import GRAD_WEIGHT, OUTPUT, Packing, Recipe, State
+from nmsparse.recipes._base import GRAD_WEIGHT, OUTPUT, Packing, Recipe, State, Update, fill_states_anew
 from nmsparse.recipes._registry import register_recipe
 from nmsparse.recipes._tokens import Estimator, check_estimator, mvue_along_tokens
 
@@ -60,6 +61,10 @@ class SSTE(Recipe):
         return {"scale": soft_threshold_scale(weight, self.pattern).float()}
 
     @property
+    def masks_rows(self) -> bool:
+        return True
+
+    @property
     def packing(self) -> Packing | None:
         return Packing(scale="scale")
 
@@ -68,6 +73,9 @@ class SSTE(Recipe):
 
     def grad_weight_grad(self, grad: Tensor, state: State, counter: Tensor | None) -> Tensor:
         return mvue_along_tokens(grad, self.pattern, state, counter, self.mvue)
+
+    def on_attach(self, update: Update) -> None:
+        fill_states_anew(self, update)
 
     def mask(self, weight: Tensor, state: State) -> Tensor | None:
         return magnitude_mask(weight, self.pattern)

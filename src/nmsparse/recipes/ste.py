@@ -27,6 +27,10 @@ class STE(Recipe):
         return (OUTPUT,)
 
     @property
+    def masks_rows(self) -> bool:
+        return True
+
+    @property
     def packing(self) -> Packing | None:
         return Packing()
 

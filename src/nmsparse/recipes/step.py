@@ -86,6 +86,10 @@ class STEP(Recipe):
         return {"sparse": scalar(0, weight.device)}
 
     @property
+    def masks_rows(self) -> bool:
+        return True
+
+    @property
     def packing(self) -> Packing | None:
         return Packing()
 

@@ -135,6 +135,10 @@ class StructureDecay(Recipe):
         return mask
 
     @property
+    def masks_rows(self) -> bool:
+        return True
+
+    @property
     def packing(self) -> Packing | None:
         return Packing()
 

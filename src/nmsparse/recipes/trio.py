@@ -28,6 +28,7 @@ from nmsparse.recipes._base import (
     State,
     Update,
     check_decay,
+    fill_states_anew,
     fit_sizes,
     masked,
     not_a_multiple,
@@ -81,6 +82,10 @@ class Trio(Recipe):
         return {} if self.forward == "hard" else {"scale": least_squares_scale(weight, self._project(weight)).float()}
 
     @property
+    def masks_rows(self) -> bool:
+        return self.forward != "double-soft"
+
+    @property
     def packing(self) -> Packing | None:
         return None if self.forward == "double-soft" else Packing(scale=None if self.forward == "hard" else "scale")
 
@@ -99,6 +104,9 @@ class Trio(Recipe):
 
     def mask(self, weight: Tensor, state: State) -> Tensor | None:
         return self._project(weight) != 0 if self.forward == "double-soft" else magnitude_mask(weight, self.pattern)
+
+    def on_attach(self, update: Update) -> None:
+        fill_states_anew(self, update)
 
     def before_update(self, update: Update) -> None:
         update.decay_pruned(self.decay)

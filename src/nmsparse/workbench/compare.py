@@ -10,10 +10,13 @@ import ast
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,9 @@ from nmsparse.workbench.training import TrainConfig
 
 CONFIG, LOG = "config.json", "log.txt"
 POLL_SECONDS = 0.3
+STOP_SECONDS = 10
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun tells its processes: a run that inherited it would wait for the others."""
 PROCESS_BYTES = 600 << 20
 """What a CUDA process takes beside torch's own memory."""
 
@@ -142,12 +148,10 @@ def run_study(
         _prepare(job)
     waiting = [job for job in all_jobs if job.status not in ("finished", "diverged")]
     try:
-        _run(all_jobs, waiting, jobs, until, listen)
-    except BaseException:
-        for job in all_jobs:
-            if job.is_running and job.process is not None:
-                job.process.terminate()
-        raise
+        with _ends_on_signals():
+            _run(all_jobs, waiting, jobs, until, listen)
+    finally:
+        _stop(all_jobs)
     listen(all_jobs)
     return all_jobs
 
@@ -156,7 +160,7 @@ def _prepare(job: Job) -> None:
     """Write what the process is to do; refuse a folder in which another run was made."""
     file = job.folder / CONFIG
     if file.exists():
-        differences = job.config.differences(TrainConfig.from_dict(json.loads(file.read_text()), str(file)))
+        differences = job.config.differences(TrainConfig.from_dict(TrainConfig.read(file), str(file)))
         if differences:
             raise ValueError(f"{job.folder} holds another run ({'; '.join(differences[:4])}): choose another folder.")
     job.folder.mkdir(parents=True, exist_ok=True)
@@ -164,7 +168,8 @@ def _prepare(job: Job) -> None:
 
 
 def _run(all_jobs: list[Job], waiting: list[Job], jobs: int | None, until: float | None, listen: Listener) -> None:
-    most = min(len(waiting), jobs or (8 if torch.cuda.is_available() else os.cpu_count() or 1)) or 1
+    # of all jobs, not of those that are left: threads decide about rounding, and a comparison that goes on must go on exactly
+    most = min(len(all_jobs), jobs or (8 if torch.cuda.is_available() else os.cpu_count() or 1)) or 1
     threads = max(1, (os.cpu_count() or 1) // most)
     while waiting or any(job.is_running for job in all_jobs):
         running = [job for job in all_jobs if job.is_running]
@@ -178,6 +183,40 @@ def _run(all_jobs: list[Job], waiting: list[Job], jobs: int | None, until: float
     _note_failures(all_jobs)  # of those that ended since
 
 
+def _stop(all_jobs: list[Job]) -> None:
+    """End what still runs, and wait for it: the next call finds the folders free."""
+    running = [job.process for job in all_jobs if job.process is not None and job.is_running]
+    for process in running:
+        process.terminate()
+    for process in running:
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def _ends_on_signals() -> Iterator[None]:
+    """A closed terminal or a kill ends a comparison as Ctrl-C does: its processes must not go on without it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        sys.exit(128 + number)
+
+    # nohup ignores SIGHUP, and whoever handles a signal already knows better
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def _note_failures(all_jobs: list[Job]) -> None:
     for job in all_jobs:
         if job.process is not None and job.failure is None and job.status == "failed":
@@ -185,7 +224,8 @@ def _note_failures(all_jobs: list[Job]) -> None:
 
 
 def _start(job: Job, threads: int) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    alone = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+    environment = {**alone, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     with (job.folder / LOG).open("wb") as log:
         command = [sys.executable, "-m", "nmsparse.workbench.training", str(job.folder)]
         job.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)

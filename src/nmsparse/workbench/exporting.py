@@ -12,7 +12,7 @@ from torch import nn
 import nmsparse as nm
 from nmsparse.checkpoint import Converted, OnnxReport, convert, export_onnx
 from nmsparse.workbench.extras import package
-from nmsparse.workbench.records import RUN, RunRecord
+from nmsparse.workbench.records import RESULT, RUN, RunRecord
 from nmsparse.workbench.training import TrainConfig, make_model, open_task
 
 EXAMPLE_TOKENS = 8
@@ -23,7 +23,9 @@ def weights_of(source: Path) -> Path:
     if not (source / RUN).exists():
         return source
     if not (source / "model").is_dir():
-        raise ValueError(f"{source} is a run that has not finished, so there is no model to export: resume it first.")
+        is_over = (source / RESULT).exists()
+        why = "kept no model (--no-save, or weights spread over processes)" if is_over else "has not finished: resume it first"
+        raise ValueError(f"{source} is a run that {why}.")
     return source / "model"
 
 
@@ -51,14 +53,18 @@ def _pattern(folder: Path) -> str | None:
 
 def _from_run(source: Path) -> tuple[nn.Module, dict[str, Any]]:
     """The model of a run, with two examples of its own task."""
-    config = TrainConfig.from_dict(RunRecord(source).info["config"], str(source / RUN))
+    config = TrainConfig.from_dict(RunRecord(source).settings, str(source / RUN))
     task = open_task(config)
     model, _, _ = make_model(config, task)
-    batch = task.valid.__getitems__([0, 1])
+    batch = task.valid.__getitems__([0, min(1, len(task.valid) - 1)])
     labels = batch.pop("labels")
     if task.facts.kind == "translation":
         batch["decoder_input_ids"] = labels.clamp(min=0)
     return model, batch
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _from_transformers(source: Path) -> tuple[nn.Module, dict[str, Any]]:
@@ -66,15 +72,24 @@ def _from_transformers(source: Path) -> tuple[nn.Module, dict[str, Any]]:
     lib = package("transformers")
     if not (source / "config.json").exists():
         raise ValueError(f"{source} has neither {RUN} nor config.json, so nobody knows which model it is; ONNX needs the model.")
-    configuration = lib.AutoConfig.from_pretrained(source)
+    try:
+        configuration = lib.AutoConfig.from_pretrained(source, local_files_only=True)
+    except Exception as error:  # anybody may have written it, and its errors have no base class of their own
+        raise ValueError(f"{source / 'config.json'} is not a configuration of transformers: {_first_line(error)}") from error
     name = next(iter(configuration.architectures or []), None)
-    if name is None or not hasattr(lib, name):
+    kind = getattr(lib, name, None) if isinstance(name, str) else None
+    if not (isinstance(kind, type) and issubclass(kind, lib.PreTrainedModel)):
         raise ValueError(f"{source / 'config.json'} names no architecture that transformers has ({name!r}).")
-    model: nn.Module = getattr(lib, name)(configuration)
+    try:
+        model: nn.Module = kind(configuration)
+    except Exception as error:
+        raise ValueError(f"{source / 'config.json'} does not make a {name}: {_first_line(error)}") from error
     generator = torch.Generator().manual_seed(0)
     if getattr(model, "main_input_name", "") == "pixel_values":
         side = configuration.image_size if hasattr(configuration, "image_size") else 224
         return model, {"pixel_values": torch.randn(2, configuration.num_channels, side, side, generator=generator)}
+    if getattr(model, "main_input_name", "") != "input_ids" or not hasattr(configuration, "vocab_size"):
+        raise ValueError(f"no example can be made up for a {name}, which takes neither images nor tokens.")
     tokens = torch.randint(configuration.vocab_size, (2, EXAMPLE_TOKENS), generator=generator)
     example = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     return model, example | ({"decoder_input_ids": tokens} if configuration.is_encoder_decoder else {})

@@ -76,6 +76,14 @@ class RunRecord:
             )
         self.result: dict[str, Any] | None = _object(self.folder / RESULT) if (self.folder / RESULT).exists() else None
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What TrainConfig.from_dict takes."""
+        config = self.info.get("config")
+        if not isinstance(config, dict):
+            raise ValueError(f"{self.folder / RUN} does not say with which settings the run was made.")
+        return config
+
     def rows(self, kind: str) -> list[dict[str, Any]]:
         """The rows of a kind, in the order of time."""
         return [row for row in _rows(self.folder / METRICS) if row["kind"] == kind]

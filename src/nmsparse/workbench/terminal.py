@@ -76,9 +76,9 @@ def _bars() -> Any:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
-        TextColumn("{task.fields[text]}"),
+        TextColumn("{task.fields[text]}", markup=False),  # messages may hold brackets
         TimeRemainingColumn(),
     )
     return Progress(*columns)
@@ -115,13 +115,14 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], title: str
     """A table with its first column to the left and the others to the right."""
     if is_terminal():
         from rich.console import Console
+        from rich.markup import escape
         from rich.table import Table
 
-        table = Table(title=title)
+        table = Table(title=None if title is None else escape(title))
         for number, name in enumerate(header):
-            table.add_column(name, justify="left" if number == 0 else "right")
+            table.add_column(escape(name), justify="left" if number == 0 else "right")
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(escape, row))
         Console().print(table)
         return
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]

@@ -78,6 +78,10 @@ def headline(row: dict[str, Any]) -> str:
     if row["suite"] == "layer":
         what = f"{row['out_features']} x {row['in_features']} {row['recipe']}"
         return f"{what:40} {row['speedup']:6.2f}x   {row['dense_ms']:.3f} -> {row['sparse_ms']:.3f} ms forward and backward"
+    if row["suite"] == "inference":
+        what = f"{row['model']} x{row['blocks']} {row['phase']} {row['batch']} x {row['length']}"
+        times = f"{row['dense_ms']:.3f} -> {row['sparse_ms']:.3f} ms"
+        return f"{what:40} {row['speedup']:6.2f}x   {times}   {row['packed']} of {row['layers']} layers sparse"
     what = f"{row['model']} x{row['blocks']} {row['recipe']}"
     joules = "" if row["sparse_joules"] is None else f"   {row['dense_joules']:.1f} -> {row['sparse_joules']:.1f} J"
     times = f"{row['dense_ms']:.2f} -> {row['sparse_ms']:.2f} ms"

@@ -52,7 +52,9 @@ def questions() -> Splits[list[Sentence]]:
                 found.setdefault(" ".join(words), int(mark == "?"))
     asked = [sentence for sentence in _shuffled(found) if found[sentence]]
     stated = [sentence for sentence in _shuffled(found) if not found[sentence]][: len(asked)]
-    return _last_tenth([Sentence(sentence, None, found[sentence]) for sentence in _shuffled([*asked, *stated])])
+    # in the order by which statements were chosen, the last ones would all be questions
+    mixed = _shuffled([*asked, *stated], salt="mixed")
+    return _last_tenth([Sentence(sentence, None, found[sentence]) for sentence in mixed])
 
 
 def pig_latin() -> Splits[list[Pair]]:
@@ -81,9 +83,9 @@ def _bytes(name: str) -> bytes:
     return files("nmsparse.workbench").joinpath("data", name).read_bytes()
 
 
-def _shuffled(words: dict[str, int] | set[str] | list[str]) -> list[str]:
-    """An order without meaning that every version of Python agrees on."""
-    return sorted(words, key=lambda word: hashlib.sha256(word.encode()).digest())
+def _shuffled(words: dict[str, int] | set[str] | list[str], salt: str = "") -> list[str]:
+    """An order without meaning that every version of Python agrees on; another one for another salt."""
+    return sorted(words, key=lambda word: hashlib.sha256((salt + word).encode()).digest())
 
 
 def _last_tenth(examples: list[T]) -> Splits[list[T]]:

@@ -234,7 +234,7 @@ def _check_not_packed(folder: Path) -> None:
     if isinstance(saved, dict) and saved.get("format") == "packed":
         raise ValueError(
             f"{folder} holds packed weights, which transformers does not read; write it as dense first: "
-            f"nmsparse export {folder} --format dense."
+            f"nmsparse export {folder} TARGET --format dense."
         )
 
 

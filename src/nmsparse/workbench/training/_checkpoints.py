@@ -3,7 +3,7 @@
     checkpoints/step-00000200/
         model.safetensors      parameters and buffers, dense, under stock keys
         training.safetensors   optimizer state and the run's masks and counters
-        checkpoint.json        everything that is not a tensor; size and SHA-256 of the two files
+        checkpoint.json        everything that is not a tensor; size and SHA-256 of the two files; SHA-256 of itself
 
 A checkpoint is written under another name and renamed when all of it is on disk, so a kill at any moment leaves those before
 it as they were. Before anything is loaded, the files are compared with their checksums and with the model.
@@ -70,6 +70,7 @@ class Checkpoints:
     def save(self, step: int, state: Restorable, facts: dict[str, Any], is_writer: bool = True) -> None:
         """Every process takes part in gathering sharded tensors; one writes."""
         model, training = _model_tensors(state.model), _Flattened(_training_state(state))
+        _check_finite(step, model, state.model)
         if is_writer:
             self._write(step, model, training, facts)
 
@@ -82,7 +83,7 @@ class Checkpoints:
             _flush(temporary / name)
         files = {name: _fingerprint(temporary / name) for name in (MODEL, TRAINING)}
         described = {"version": VERSION, "step": step, **facts, "files": files, "state": training.plain}
-        (temporary / FACTS).write_text(json.dumps(described))
+        (temporary / FACTS).write_text(json.dumps({**described, "checksum": _checksum(described)}))
         _flush(temporary / FACTS)
         _flush(temporary)
         if self.path(step).exists():
@@ -113,6 +114,8 @@ def read_facts(path: Path) -> dict[str, Any]:
         if version != VERSION:
             raise CheckpointError(f"{path} has version {version!r}; this nmsparse reads version {VERSION}.")
         broken = [name for name in (MODEL, TRAINING) if files[name] != _fingerprint(path / name)]
+        if facts.pop("checksum") != _checksum(facts):
+            broken.append(FACTS)
     except CheckpointError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -164,6 +167,13 @@ def _check_same(what: str, path: Path, own: Any, saved: Any) -> None:
         words = [f"lacks {', '.join(missing[:4])}"] if missing else []
         words += [f"has {', '.join(extra[:4])} besides"] if extra else []
         raise CheckpointError(f"{path} does not fit this model: of {what} it {' and '.join(words)}.")
+
+
+def _check_finite(step: int, tensors: dict[str, Tensor], model: nn.Module) -> None:
+    """A checkpoint is one to go back to: weights that an update spoiled, which the next loss would tell, are not written."""
+    for name in _parameter_names(model).values():
+        if name in tensors and not bool(torch.isfinite(tensors[name]).all()):
+            raise FloatingPointError(f"{name} holds NaN or Inf after update {step}")
 
 
 # ---- what is taken ----
@@ -273,6 +283,11 @@ def _unflatten(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 # ---- files ----
+
+
+def _checksum(facts: dict[str, Any]) -> str:
+    """Of everything else in checkpoint.json, which reads and writes again as it was."""
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _fingerprint(path: Path) -> list[Any]:

@@ -27,7 +27,7 @@ class TrainConfig:
 
     task: str = setting("shakespeare", "What to learn; nmsparse tasks lists the names.")
     model: str | None = setting(None, "Model by name; by default a small one that fits the task.")
-    pretrained: str | None = setting(None, "Fine-tune this transformers folder or model in place of a fresh model.")
+    pretrained: str | None = setting(None, "Fine-tune the model in this transformers folder in place of a fresh one.")
     width: int | None = setting(None, "Hidden size, or channels of a ResNet's first stage.", at_least=1)
     layers: int | None = setting(None, "Transformer layers.", at_least=1)
     heads: int | None = setting(None, "Attention heads.", at_least=1)
@@ -79,9 +79,15 @@ class TrainConfig:
             raise ValueError(f"dropout is below 1, got {self.dropout!r}.")
         if self.batch % self.accumulate:
             raise ValueError(f"batch = {self.batch} examples do not divide into accumulate = {self.accumulate} micro-batches.")
-        self.make_recipe()
+        if self.seed >= 1 << 63:
+            raise ValueError(f"seed is below 2**63, got {self.seed!r}.")
+        needs = nm.recipe_info(self.make_recipe()).needs
+        if needs and self.optimizer not in (None, "step-adamw"):
+            raise ValueError(f"{self.recipe} needs an optimizer with {needs[0]}(): choose step-adamw, not {self.optimizer}.")
 
     def make_recipe(self) -> nm.Recipe:
+        if "pattern" in self.options:
+            raise ValueError("pattern is a setting of its own, not an option of the recipe.")
         return nm.recipe(self.recipe, self.pattern, **self.options)
 
     @property
@@ -121,7 +127,7 @@ class TrainConfig:
                 raise ValueError(f"{source}: {name!r} is not a setting.{hint}")
         try:
             return cls(**values)
-        except (ValueError, KeyError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{source}: {error.args[0]}") from error
 
     @classmethod

@@ -9,6 +9,7 @@ Order of examples, learning rate and random numbers are functions of the seed an
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import platform
 import resource
@@ -17,7 +18,7 @@ import time
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from nmsparse.functional import hash_integers
 from nmsparse.workbench.extras import package
 from nmsparse.workbench.models import build_model, load_pretrained, model_info, models
 from nmsparse.workbench.records import RESULT, RUN, RunRecord, RunWriter
-from nmsparse.workbench.tasks import Batch, Task, load_task, tasks
+from nmsparse.workbench.tasks import IGNORED, Batch, Task, load_task, tasks
 from nmsparse.workbench.training._checkpoints import CheckpointError, Checkpoints, Restorable, read_facts, restore
 from nmsparse.workbench.training._config import TrainConfig
 from nmsparse.workbench.training._order import Order, learning_rate
@@ -63,18 +64,19 @@ def train(config: TrainConfig, folder: str | Path, *, resume: bool = False, prog
             return record
     if not resume and (folder / RUN).exists():
         raise ValueError(f"{folder} holds a run already: resume it, or choose another folder.")
-    session = Session(config, folder, resume)
+    session = Session(config, folder)
     try:
+        session.start(resume)
         session.fit(progress)
     except FloatingPointError as error:
         raise DivergenceError(session.give_up(str(error))) from error
     finally:
         session.close()
-    return RunRecord(folder)
+    return RunRecord(session.folder)
 
 
 def _check_same_run(config: TrainConfig, record: RunRecord) -> None:
-    differences = config.differences(TrainConfig.from_dict(record.info["config"], str(record.folder / RUN)))
+    differences = config.differences(TrainConfig.from_dict(record.settings, str(record.folder / RUN)))
     if differences:
         raise ValueError(f"{record.folder} holds another run ({'; '.join(differences[:4])}): choose another folder.")
 
@@ -101,10 +103,11 @@ class Interval:
 class Session:
     """One run while it trains."""
 
-    def __init__(self, config: TrainConfig, folder: Path, resume: bool) -> None:
+    def __init__(self, config: TrainConfig, folder: Path) -> None:
         self.config = config
-        self.folder = folder
         self.accelerator = _accelerator(config, folder)
+        # one folder for all processes, though each may have named it by its own clock
+        self.folder = folder = package("accelerate.utils").broadcast_object_list([folder])[0]
         self.task = open_task(config)
         self.parts = config.accumulate * self.accelerator.num_processes
         if config.batch % self.parts:
@@ -129,14 +132,21 @@ class Session:
         """Updates done."""
         self.seconds = 0.0
         self.interval = Interval()
+        self.writer: RunWriter | None = None
+        self._lock: IO[str] | None = None
+
+    def start(self, resume: bool) -> None:
+        """Take the folder, and go back to its newest checkpoint."""
+        if self.accelerator.is_main_process:
+            self._lock = _locked(self.folder)
         if resume:
             self._restore()
-        kept = self.step if self.step else -1  # rows of step 0 are written anew by a run that starts anew
-        self.writer = RunWriter(folder, kept) if self.accelerator.is_main_process else None
-        if self.writer is not None:
+        if self.accelerator.is_main_process:
+            kept = self.step if self.step else -1  # rows of step 0 are written anew by a run that starts anew
+            self.writer = RunWriter(self.folder, kept)
             self.writer.describe(self._describe())
-        if config.tracker:
-            self.accelerator.init_trackers("nmsparse", {key: str(value) for key, value in config.to_dict().items()})
+        if self.config.tracker:
+            self.accelerator.init_trackers("nmsparse", {key: str(value) for key, value in self.config.to_dict().items()})
 
     # ---- one update ----
 
@@ -173,7 +183,7 @@ class Session:
             part = micro * processes + rank
             batch = self._batch(self.task.train.__getitems__(self.order.indices(self.step, part, self.parts)), part)
             with self.accelerator.accumulate(self.model):
-                loss = self.model(**batch).loss
+                loss = self.model(**batch).loss * self._weight(part)
                 total += loss.detach() / config.accumulate
                 self._check_at_once(total)
                 self.accelerator.backward(loss)
@@ -190,6 +200,14 @@ class Session:
         return self.task.augment(
             on_device, torch.Generator().manual_seed(hash_integers(self.config.seed, self.step, part, 0xA06))
         )
+
+    def _weight(self, part: int) -> float:
+        """What a part's mean loss counts for in the mean over all labels of an update: translations differ in length."""
+        if self.parts == 1 or self.task.facts.kind != "translation":
+            return 1.0
+        wanted = [self.order.indices(self.step, part, self.parts), self.order.indices(self.step)]
+        own, all_parts = (int((self.task.train.__getitems__(indices)["labels"] != IGNORED).sum()) for indices in wanted)
+        return own * self.parts / all_parts
 
     def _clip(self) -> None:
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip or math.inf)
@@ -277,8 +295,8 @@ class Session:
         wanted = min(len(self.task.valid), config.eval_batches * config.batch or len(self.task.valid))
         size = config.batch // self.parts
         batches = [list(range(start, min(start + size, wanted))) for start in range(0, wanted, size)]
-        mine = batches[self.accelerator.process_index :: processes]
-        return [(batch, 1) for batch in mine] or [(batches[0], 0)]
+        mine = [(batch, 1) for batch in batches[self.accelerator.process_index :: processes]]
+        return mine + [(batches[0], 0)] * (-(-len(batches) // processes) - len(mine))
 
     def _look(self) -> None:
         """The masks, and each layer's statistics."""
@@ -300,19 +318,28 @@ class Session:
         self._check_losses()
         if not self.config.save:
             return
-        facts = {"config": self.config.to_dict(), "seconds": self.seconds, "interval": self.interval.to_dict()}
+        facts = {
+            "config": self.config.to_dict(),
+            "seconds": self.seconds,
+            "interval": self.interval.to_dict(),
+            "cpu_threads": torch.get_num_threads(),
+        }
         self.checkpoints.save(self.step, self._state, facts, self.accelerator.is_main_process)
         self.accelerator.wait_for_everyone()
 
     def _restore(self) -> None:
         newest = self.checkpoints.newest()
         if newest is None:
+            if (self.folder / RUN).exists():
+                _check_same_run(self.config, RunRecord(self.folder))
             return
         facts = read_facts(newest)
         differences = self.config.differences(TrainConfig.from_dict(facts["config"], str(newest)))
         if differences:
             raise CheckpointError(f"{newest} was made with other settings: {'; '.join(differences[:4])}.")
         restore(newest, self._state)
+        if self.accelerator.device.type == "cpu":
+            torch.set_num_threads(facts["cpu_threads"])  # sums over another number of threads round otherwise
         self.step, self.seconds = facts["step"], facts["seconds"]
         self.interval = Interval.from_dict(facts["interval"], self.accelerator.device)
 
@@ -362,6 +389,8 @@ class Session:
     def close(self) -> None:
         if self.writer is not None:
             self.writer.close()
+        if self._lock is not None:
+            self._lock.close()
         with contextlib.suppress(Exception):
             self.accelerator.end_training()
         _forget_accelerator()
@@ -421,6 +450,20 @@ def _forget_accelerator() -> None:
     accelerate.state.GradientState._reset_state()
 
 
+def _locked(folder: Path) -> IO[str]:
+    """A file that stays locked while it is open, also by a process that is killed: one run at a time in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(f"another process is training in {folder}: wait for it, or choose another folder.") from None
+    except OSError:
+        pass  # a file system without locks
+    return file
+
+
 def open_task(config: TrainConfig) -> Task:
     """The task of a run; a pretrained encoder brings its own vocabulary."""
     info = next((info for info in tasks() if info.name == config.task.partition(":")[0]), None)
@@ -438,6 +481,9 @@ def _model_name(config: TrainConfig, task: Task) -> str:
 def make_model(config: TrainConfig, task: Task) -> tuple[nn.Module, str | list[str], list[str] | None]:
     """The model, which of its layers to make sparse, and which not."""
     if config.pretrained is not None:
+        given = [name for name in ("model", "width", "layers", "heads", "dropout") if getattr(config, name) is not None]
+        if given:
+            raise ValueError(f"a pretrained model is as its folder says: leave out {' and '.join(given)}.")
         model, targets, exclude = load_pretrained(config.pretrained, task.facts), "all-linear", None
         if not any(isinstance(module, nn.Linear) for name, module in model.named_modules() if "classifier" not in name):
             targets, exclude = "all", ["classifier.1"]  # a ResNet: its only linear layer is the head

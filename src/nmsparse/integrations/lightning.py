@@ -1,0 +1,182 @@
+"""Lightning: one callback that converts the model, drives the clock, logs, and resumes.
+
+    trainer = Trainer(callbacks=[SparsityCallback(nm.SSTE("2:4"))])
+    trainer.fit(module)
+
+The model is converted in ``setup``, before the strategy wraps it; the clock is put on the optimizers when training starts, after
+Lightning has restored them. Lightning computes gradients in a closure inside ``optimizer.step``, clipping included; the run
+waits for that closure. Tested on one device and with DDP. Not tested: Lightning's FSDP and DeepSpeed strategies.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import nn
+
+from nmsparse.nn import Targets, sparse_modules
+from nmsparse.plan import Plan
+from nmsparse.recipes import Recipe
+from nmsparse.run import Run, sparsify_
+
+OLDEST = (2, 6, 4)
+MALICIOUS = ("2.6.2", "2.6.3")
+"""Published wheels that ran an attacker's code when imported (GHSA-w37p-236h-pfx3)."""
+INSTALL = 'pip install "nmsparse[lightning]"'
+
+
+def check_version(found: str | None) -> None:
+    """Raise for versions that must not, or cannot, be imported; ``None`` if there is none."""
+    if found is None:
+        raise ImportError(f"nmsparse.integrations.lightning needs lightning, which is not installed: {INSTALL}.")
+    if found in MALICIOUS:
+        raise ImportError(
+            f"lightning {found} is one of two published versions with malicious code (GHSA-w37p-236h-pfx3), so it is not "
+            f"imported here. Treat this machine's credentials as stolen if it ever was; remove it, then {INSTALL}."
+        )
+    numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
+    if numbers < OLDEST:
+        raise ImportError(f"lightning {found} is older than {'.'.join(map(str, OLDEST))}, the oldest supported: {INSTALL}.")
+
+
+def _installed() -> str | None:
+    try:
+        return version("lightning")
+    except PackageNotFoundError:
+        return None
+
+
+check_version(_installed())  # from the package's metadata: importing a malicious package is too late to look
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+
+logger = logging.getLogger("nmsparse")
+
+
+class SparsityCallback(Callback):
+    """Train a LightningModule with a recipe."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        targets: Targets = "all-linear",
+        exclude: Targets | None = None,
+        *,
+        module: str = "",
+        total_steps: int | None = None,
+        stats_every: int = 10,
+        plan: Plan | None = None,
+        emulate: bool = False,
+        seed: int = 0,
+    ) -> None:
+        """The arguments of :func:`nmsparse.sparsify_` and ``run.attach``, and:
+
+        ``module`` is the name of the submodule to convert, such as "model"; by default the LightningModule itself. Give it where
+        that is a transformers model, which knows its own output head. ``total_steps`` is what the trainer estimates, unless
+        given. Metrics are logged whenever flip rates are measured anew (``stats_every``); loggers get the last ones at the
+        trainer's own ``log_every_n_steps``.
+        """
+        self.recipe, self.targets, self.exclude, self.module = recipe, targets, exclude, module
+        self.total_steps, self.stats_every = total_steps, stats_every
+        self.plan, self.emulate, self.seed = plan, emulate, seed
+        self.run: Run | None = None
+        self._attached: list[torch.optim.Optimizer] = []
+        self._saved: dict[str, Any] | None = None
+        self._logged = -1
+
+    # ---- converting and attaching ----
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if not any(True for _ in pl_module.parameters()):
+            logger.info("nmsparse: the model has no parameters yet; call SparsityCallback.convert(self) in configure_model.")
+            return
+        self.convert(pl_module)
+
+    def convert(self, pl_module: LightningModule) -> Run:
+        """Convert the model, once. For models that make their layers in ``configure_model``: call it at the end of that."""
+        target = pl_module.get_submodule(self.module)
+        if self.run is None or not self._is_converted(target):
+            self.run = sparsify_(
+                target, self.recipe, self.targets, self.exclude, plan=self.plan, emulate=self.emulate, seed=self.seed
+            )
+            self._attached.clear()
+            self._logged = -1
+        return self.run
+
+    def _is_converted(self, target: nn.Module) -> bool:
+        """By this callback; what another one converted is for ``sparsify_`` to complain about."""
+        assert self.run is not None, "asked where there is a run"
+        present = dict(sparse_modules(target))
+        return all(name in present for name in self.run.layers)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Weights and optimizers are restored by now, in every strategy."""
+        if self.run is None:
+            raise RuntimeError(
+                f"{type(pl_module).__name__} had no parameters when Lightning set it up, so it is still dense: call the "
+                "callback's convert(self) at the end of configure_model."
+            )
+        state = self._saved or (self.run.state_dict() if self._attached else None)
+        for optimizer in self._attached:  # those of an earlier fit
+            self.run.detach(optimizer)
+        self._attached = self._owners(trainer, self.run)
+        total = self.total_steps or _estimated_steps(trainer)
+        for optimizer in self._attached:
+            self.run.attach(optimizer, total_steps=total, stats_every=self.stats_every)
+        if state is not None:
+            self.run.load_state_dict(state)
+        self._saved = None
+
+    @staticmethod
+    def _owners(trainer: Trainer, run: Run) -> list[torch.optim.Optimizer]:
+        """The optimizers that update sparse layers; all of them where none does, for ``attach`` to say so."""
+        sparse = {id(parameter) for parameter in run.parameters()}
+        owners = [o for o in trainer.optimizers if any(id(p) in sparse for g in o.param_groups for p in g["params"])]
+        return owners or list(trainer.optimizers)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self.run is not None:
+            self.run.begin_micro_batch()  # training_step need not call the converted module's forward
+
+    # ---- telemetry ----
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        run = self.run
+        if run is None or not self.stats_every or run.step == self._logged:
+            return
+        self._logged = run.step
+        if run.step % self.stats_every == 1 % self.stats_every:  # the flips of update 0, n, 2n ... have just been counted
+            pl_module.log_dict(sparsity_metrics(run), on_step=True, on_epoch=False, batch_size=1)
+
+    # ---- state ----
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(recipe=self.recipe.name, module=self.module)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.run is None or not self._attached:
+            return self._saved or {}
+        return self.run.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict or None  # used when the optimizers are there
+
+
+def sparsity_metrics(run: Run) -> dict[str, float]:
+    """``sparsity/density``, ``sparsity/flip_rate`` and so on, of the whole model; what was not measured yet is left out."""
+    total = {name: value for name, value in run.stats()["total"].items() if name != "entries"}
+    decay = getattr(run.recipe, "decay", None)
+    total |= {} if decay is None else {"decay": decay}
+    return {f"sparsity/{name}": float(value) for name, value in total.items() if value is not None}
+
+
+def _estimated_steps(trainer: Trainer) -> int | None:
+    """Updates of the whole run, as the trainer's limits say; None where it trains without end."""
+    steps = trainer.estimated_stepping_batches
+    return int(steps) if math.isfinite(steps) and steps >= 1 else None

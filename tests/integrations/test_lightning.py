@@ -1,0 +1,257 @@
+"""The Lightning callback, with the real package: conversion, clock, metrics and resumption."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from toys import assert_identical, make_data, make_net, same
+
+import nmsparse as nm
+from nmsparse.integrations.lightning import SparsityCallback, check_version
+
+# one worker-less loader on a CPU is what a small test wants, and two versions of torch and Lightning disagree on names
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:DeprecationWarning"),
+]
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Task(pl.LightningModule):
+    """The toy network, trained through training_step alone."""
+
+    def __init__(self, recipe: nm.Recipe | None = None) -> None:
+        super().__init__()
+        self.net = make_net()
+        self.recipe = recipe
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return (self.net(batch[0]) - batch[1]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        needs = nm.recipe_info(self.recipe).needs if self.recipe is not None else ()
+        kind = nm.StepAdamW if needs else torch.optim.AdamW
+        return kind(self.parameters(), lr=3e-3)
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(*make_data(32)), batch_size=8)
+
+
+def trainer(callback: SparsityCallback, folder: Path, epochs: int, **options: Any) -> pl.Trainer:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
+    return pl.Trainer(accelerator="cpu", max_epochs=epochs, callbacks=[callback], default_root_dir=folder, **(quiet | options))
+
+
+def fit(recipe: nm.Recipe, folder: Path, epochs: int = 2, **options: Any) -> tuple[Task, SparsityCallback]:
+    task, callback = Task(recipe), SparsityCallback(recipe)
+    trainer(callback, folder, epochs, **options).fit(task, loader())
+    return task, callback
+
+
+def by_hand(recipe: nm.Recipe, epochs: int = 2, clip: float | None = None) -> nn.Module:
+    """The loop that the trainer is expected to run."""
+    task = Task(recipe)
+    run = nm.sparsify_(task, recipe)
+    optimizer = task.configure_optimizers()
+    run.attach(optimizer, total_steps=4 * epochs)
+    for _ in range(epochs):
+        for index, batch in enumerate(loader()):
+            optimizer.zero_grad()
+            run.begin_micro_batch()
+            task.training_step(batch, index).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(task.parameters(), clip)
+            optimizer.step()
+    return task
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("sr-ste", {"decay": 0.1}), ("s-ste", {}), ("asp", {"start": 0.5}), ("step", {"switch": 0.5}), ("mask-decay", {})],
+)
+def test_training_equals_the_plain_loop(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Gradients come from a closure inside step(): decay, masks and schedules must act after it."""
+    recipe = nm.recipe(name, "2:4", **options)
+    task, callback = fit(recipe, tmp_path)
+    assert callback.run is not None
+    assert callback.run.step == 8
+    assert same(task, by_hand(recipe))
+
+
+def test_decay_comes_after_clipping(tmp_path: Path) -> None:
+    recipe = nm.SRSTE("2:4", decay=0.5)
+    task, _ = fit(recipe, tmp_path, gradient_clip_val=0.01)
+    assert same(task, by_hand(recipe, clip=0.01))
+
+
+def test_accumulated_batches_are_one_update(tmp_path: Path) -> None:
+    _, callback = fit(nm.SSTE("2:4"), tmp_path, accumulate_grad_batches=2)
+    assert callback.run is not None
+    assert callback.run.step == 4
+
+
+def test_model_is_converted_before_the_strategy_sees_it_and_keeps_its_keys(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+
+    class Watching(Task):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            seen.append([name for name, _ in nm.nn.sparse_modules(self)])
+            return super().configure_optimizers()
+
+    task, callback = Watching(), SparsityCallback(nm.STE("2:4"), exclude=["embed"])
+    trainer(callback, tmp_path, 1).fit(task, loader())
+    assert seen == [["net.blocks.0.up", "net.blocks.0.down", "net.blocks.1.up", "net.blocks.1.down"]]
+    assert list(task.state_dict()) == list(Task().state_dict())
+
+
+@pytest.mark.parametrize(("name", "options"), [("s-ste", {}), ("asp", {"start": 3}), ("bi-mask", {"refresh": 3, "decay": 0.1})])
+def test_resumed_run_equals_uninterrupted_run(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    recipe = nm.recipe(name, "2:4", **options)
+    whole, first = fit(recipe, tmp_path, epochs=4)
+
+    half, callback = Task(recipe), SparsityCallback(recipe, total_steps=16)
+    stopped = trainer(callback, tmp_path, 2)
+    stopped.fit(half, loader())
+    stopped.save_checkpoint(tmp_path / "half.ckpt")
+
+    resumed, callback = Task(recipe), SparsityCallback(recipe)
+    trainer(callback, tmp_path, 4).fit(resumed, loader(), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    assert same(resumed, whole)
+    assert callback.run is not None
+    assert first.run is not None
+    assert_identical(callback.run.state_dict(), first.run.state_dict())
+
+
+def test_checkpoint_holds_tensors_and_plain_values_only(tmp_path: Path) -> None:
+    recipe = nm.SSTE("2:4")
+    task, callback = Task(recipe), SparsityCallback(recipe)
+    done = trainer(callback, tmp_path, 1)
+    done.fit(task, loader())
+    done.save_checkpoint(tmp_path / "last.ckpt")
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert saved["callbacks"][callback.state_key]["optimizers"][0]["step"] == 4
+    dense = Task()
+    dense.load_state_dict(saved["state_dict"])  # stock keys
+    assert same(dense, task)
+
+
+def test_metrics_reach_the_logger(tmp_path: Path) -> None:
+    recipe = nm.SRSTE("2:4", decay=0.1)
+    task, callback = Task(recipe), SparsityCallback(recipe, stats_every=1)
+    trained = trainer(callback, tmp_path, 1, logger=CSVLogger(tmp_path), log_every_n_steps=1)
+    trained.fit(task, loader())
+    header, *rows = (Path(trained.logger.log_dir) / "metrics.csv").read_text().splitlines()
+    assert {"sparsity/flip_rate", "sparsity/density", "sparsity/decay"} <= set(header.split(","))
+    assert len(rows) == 4
+    assert rows[0].split(",")[header.split(",").index("sparsity/density")] == "0.5"
+    assert trained.callback_metrics["sparsity/decay"] == pytest.approx(0.1)
+
+
+def test_second_fit_goes_on_where_the_first_ended(tmp_path: Path) -> None:
+    recipe = nm.SRSTE("2:4", decay=0.1)
+    task, callback = Task(recipe), SparsityCallback(recipe)
+    trainer(callback, tmp_path, 1).fit(task, loader())
+    trainer(callback, tmp_path, 1).fit(task, loader())
+    assert callback.run is not None
+    assert callback.run.step == 8
+
+
+def test_only_the_optimizer_of_sparse_layers_is_attached(tmp_path: Path) -> None:
+    class Two(Task):
+        automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            body = [p for name, p in self.named_parameters() if "head" not in name]
+            return torch.optim.SGD(self.net.head.parameters(), lr=0.1), torch.optim.AdamW(body, lr=1e-3)
+
+        def training_step(self, batch: list[Tensor], index: int) -> None:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward((self.net(batch[0]) - batch[1]).square().mean())
+                optimizer.step()
+
+    task, callback = Two(), SparsityCallback(nm.SRSTE("2:4", decay=0.1))
+    task.automatic_optimization = False
+    trainer(callback, tmp_path, 1).fit(task, loader())
+    assert callback.run is not None
+    assert callback.run.step == 4
+    assert [type(optimizer).__name__ for optimizer in callback._attached] == ["AdamW"]
+
+
+def test_layers_made_in_configure_model_are_converted_there(tmp_path: Path) -> None:
+    class Late(Task):
+        def __init__(self, callback: SparsityCallback, converts: bool) -> None:
+            pl.LightningModule.__init__(self)
+            self.recipe, self.callback, self.converts = None, callback, converts
+
+        def configure_model(self) -> None:
+            self.net = make_net()
+            if self.converts:
+                self.callback.convert(self)
+
+    callback = SparsityCallback(nm.STE("2:4"))
+    trainer(callback, tmp_path, 1).fit(Late(callback, True), loader())
+    assert callback.run is not None
+    assert callback.run.step == 4
+    callback = SparsityCallback(nm.STE("2:4"))
+    with pytest.raises(RuntimeError, match="configure_model"):
+        trainer(callback, tmp_path, 1).fit(Late(callback, False), loader())
+
+
+def test_a_submodule_can_be_named(tmp_path: Path) -> None:
+    callback = SparsityCallback(nm.STE("2:4"), module="net")
+    trainer(callback, tmp_path, 1).fit(Task(), loader())
+    assert callback.run is not None
+    assert "blocks.0.up" in callback.run.layers
+
+
+def test_evaluation_converts_nothing(tmp_path: Path) -> None:
+    class Checked(Task):
+        def test_step(self, batch: list[Tensor], index: int) -> None:
+            self.training_step(batch, index)
+
+    task, callback = Checked(), SparsityCallback(nm.STE("2:4"))
+    trainer(callback, tmp_path, 1).test(task, loader(), verbose=False)
+    assert callback.run is None
+
+
+class Half(Task):
+    """Rank r sees every second example, so two batches of 4 are one of 8."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        rank = self.trainer.global_rank
+        return DataLoader(TensorDataset(*(part[rank::2] for part in make_data(32))), batch_size=4)
+
+
+def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
+    recipe = nm.SRSTE("2:4", decay=0.1)
+    single, _ = fit(recipe, tmp_path)
+    task, callback = Half(recipe), SparsityCallback(recipe)
+    trainer(callback, tmp_path, 2, strategy="ddp_spawn", devices=2, use_distributed_sampler=False).fit(task)
+    for ours, theirs in zip(task.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", ["2.6.2", "2.6.3"])
+def test_malicious_versions_are_refused_by_name(bad: str) -> None:
+    with pytest.raises(ImportError, match=f"lightning {bad} is one of two published versions with malicious code"):
+        check_version(bad)
+
+
+@pytest.mark.parametrize(("found", "words"), [("2.5.0", "older than 2.6.4"), (None, r"pip install .nmsparse\[lightning\]")])
+def test_other_versions_get_a_reason(found: str | None, words: str) -> None:
+    with pytest.raises(ImportError, match=words):
+        check_version(found)
+    check_version("2.6.4")
+    check_version("3.0.0rc1")
