@@ -275,7 +275,7 @@ def test_the_page_hands_out_its_numbers(visit: Callable[..., Chrome], written: R
         _until(lambda copy=copy, original=original: copy.exists() and copy.read_bytes() == original.read_bytes())
 
 
-def _until(is_true: Callable[[], bool], seconds: float = 10.0) -> None:
+def _until(is_true: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not is_true():
         assert time.monotonic() < end, "nothing happened in time"

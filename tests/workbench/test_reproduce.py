@@ -515,7 +515,7 @@ def test_a_run_that_saves_nothing_leaves_records_only(tmp_path: Path) -> None:
     record = train(TrainConfig.from_dict(TINY | {"recipe": "ste"}), tmp_path / "run")
     assert record.result is not None
     assert (record.result["violations"], record.result["model"]) == (0, None)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "result.json", "run.json"]
+    assert sorted(path.name for path in (tmp_path / "run").glob("[!.]*")) == ["metrics.jsonl", "result.json", "run.json"]
 
 
 def test_the_variance_is_recorded_and_so_is_the_switch(tmp_path: Path) -> None:
