@@ -10,6 +10,7 @@ the optimizer stay dense and sharded, so the training is that of plain FSDP2.
 
 import argparse
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -91,6 +92,8 @@ def main() -> None:
         nm.save(whole, "sharded-run", format="packed", pattern=PATTERN)
         report = nm.verify("sharded-run")
         print(f"saved sharded-run; verified: {report.ok}")
+    if not is_cuda:
+        time.sleep(0.2)  # gloo's threads let go of their last tensors; doing so while Python shuts down aborts the process
     dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from nmsparse.functional import pack_bits, unpack_bits
 from nmsparse.recipes import Recipe
+
+TENSOR, TUPLE = "__tensor__", "__tuple__"
 
 
 def describe(recipe: Recipe) -> dict[str, Any]:
@@ -35,3 +38,36 @@ def from_saved(value: Tensor, like: Tensor) -> Tensor:
 def copied(value: Any, device: torch.device | None = None) -> Any:
     """A value that further training cannot change, on a device of choice."""
     return value.detach().to(device or value.device, copy=True) if isinstance(value, Tensor) else value
+
+
+def taken_apart(value: Any, hosted: Callable[[Tensor], Tensor]) -> tuple[Any, dict[str, Tensor]]:
+    """Nested dicts, lists and tuples with their tensors taken out: JSON values that refer to the tensors by number.
+
+    ``hosted`` brings a tensor to where it can be written.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def plain(entry: Any) -> Any:
+        if isinstance(entry, Tensor):
+            key = str(len(tensors))
+            tensors[key] = hosted(entry)
+            return {TENSOR: key}
+        if isinstance(entry, dict):
+            assert all(isinstance(key, str) for key in entry), "JSON would turn other keys into words"
+            return {key: plain(inner) for key, inner in entry.items()}
+        if isinstance(entry, tuple):
+            return {TUPLE: [plain(inner) for inner in entry]}
+        return [plain(inner) for inner in entry] if isinstance(entry, list) else entry
+
+    return plain(value), tensors
+
+
+def put_together(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Undo :func:`taken_apart`."""
+    if isinstance(value, dict):
+        if set(value) == {TENSOR}:
+            return tensors[value[TENSOR]]
+        if set(value) == {TUPLE}:
+            return tuple(put_together(entry, tensors) for entry in value[TUPLE])
+        return {key: put_together(entry, tensors) for key, entry in value.items()}
+    return [put_together(entry, tensors) for entry in value] if isinstance(value, list) else value

@@ -6,6 +6,7 @@ two_ranks.run(gather_something, ...)                                one result p
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 import sys
@@ -86,6 +87,7 @@ def _receive(pipe: Connection) -> tuple[bool, Any]:
 
 def _work(rank: int, world: int, port: int, pipe: Connection, path: list[str]) -> None:
     sys.path[:] = path
+    faulthandler.enable()  # a process that dies says where
     # what a launcher such as torchrun sets
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})

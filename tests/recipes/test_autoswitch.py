@@ -1,21 +1,16 @@
-"""AutoSwitch: the statistics, the window, the decision; alone, without a model, except for the sharded run."""
+"""AutoSwitch: the statistics, the window, the decision; alone, without a model."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor
 
-import nmsparse as nm
 from nmsparse.recipes._autoswitch import STATISTICS, AutoSwitch, window_length
 
 
@@ -101,7 +96,7 @@ def test_memory_holds_only_tensors_and_plain_numbers_and_does_not_grow():
 
 @pytest.mark.parametrize("beta2", [0.999, 0.95])
 def test_arithmetic_statistic_equals_the_difference_of_two_copies(beta2):
-    p = nn.Parameter(torch.zeros(16, 32))
+    p = torch.nn.Parameter(torch.zeros(16, 32))
     optimizer = torch.optim.AdamW([p], betas=(0.9, beta2))
     generator = torch.Generator().manual_seed(0)
     before = torch.zeros_like(p)
@@ -178,50 +173,3 @@ def test_changes_of_1e_minus_8_survive_a_million_entries():
     assert value("arithmetic", (gradient, torch.zeros_like(gradient), 0.999)) == pytest.approx(expected, rel=1e-6)
     small = torch.full((1024, 1024), 1e-4)
     assert value("arithmetic", (small, torch.zeros_like(small), 0.999)) == pytest.approx(1e-11, rel=1e-6)
-
-
-# ---- sharded ----
-
-SHARDED_STEPS = 30
-
-
-def run_small_net(world: int, rank: int) -> tuple[int, float, list[Tensor]]:
-    """A STEP run on one process, or sharded over two; returns T0, the last sample and the weights."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
-    run = nm.sparsify_(model, nm.STEP("2:4", switch_eps=3e-6, latest=1.0), exclude=["4"])
-    if world > 1:
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    optimizer = nm.StepAdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.8), floor_quantile=0.1)
-    run.attach(optimizer, total_steps=SHARDED_STEPS)
-    generator = torch.Generator().manual_seed(1)
-    for step in range(SHARDED_STEPS):
-        x = torch.randn(16, 8, generator=generator)
-        target = torch.randn(16, 4, generator=generator)
-        x, target = (t.chunk(world)[rank] for t in (x, target))
-        loss = (model(x) - target).square().mean() * 0.85**step  # gradients fade, so that the variance settles
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    total = run.stats()["total"]
-    weights = [p.detach().full_tensor() if world > 1 else p.detach() for p in model.parameters()]
-    return total.get("switched_at"), total["variance_change"], weights
-
-
-def run_on_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    torch.save(run_small_net(2, rank), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow  # two new processes import torch
-def test_sharded_and_unsharded_runs_switch_at_the_same_step(tmp_path: Path):
-    torch.multiprocessing.spawn(run_on_rank, (str(tmp_path),), nprocs=2)
-    switched_at, sample, weights = run_small_net(1, 0)
-    assert 5 < switched_at < SHARDED_STEPS, "the window decides, not a limit"
-    for rank in range(2):
-        other = torch.load(tmp_path / f"{rank}.pt")
-        assert other[0] == switched_at
-        assert other[1] == pytest.approx(sample, rel=1e-4)
-        torch.testing.assert_close(other[2], weights, rtol=1e-3, atol=1e-4)

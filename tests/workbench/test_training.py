@@ -21,6 +21,7 @@ from nmsparse.workbench.records import RunRecord
 from nmsparse.workbench.training import CheckpointError, Checkpoints, DivergenceError, TrainConfig, make_model, open_task, train
 from nmsparse.workbench.training import _checkpoints as checkpoint_module
 from nmsparse.workbench.training import _loop as loop_module
+from nmsparse.workbench.training._build import locked
 from nmsparse.workbench.training._order import Order, learning_rate
 from nmsparse.workbench.training._telemetry import gradient_noise
 
@@ -244,7 +245,7 @@ def test_a_resumed_run_sums_over_as_many_threads_as_before(tmp_path: Path) -> No
 
 
 def test_one_process_at_a_time_trains_in_a_folder(tmp_path: Path) -> None:
-    with loop_module._locked(tmp_path / "run"), pytest.raises(ValueError, match="another process is training in"):
+    with locked(tmp_path / "run"), pytest.raises(ValueError, match="another process is training in"):
         train(tiny(steps=1), tmp_path / "run")
     train(tiny(steps=1), tmp_path / "run")
 

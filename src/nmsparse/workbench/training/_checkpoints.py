@@ -26,11 +26,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import nmsparse as nm
+from nmsparse._saved import put_together, taken_apart
 from nmsparse.workbench.training._telemetry import MaskWatch
 
 VERSION = 1
 MODEL, TRAINING, FACTS = "model.safetensors", "training.safetensors", "checkpoint.json"
-TENSOR, TUPLE = "__tensor__", "__tuple__"
 
 
 class CheckpointError(ValueError):
@@ -69,20 +69,20 @@ class Checkpoints:
 
     def save(self, step: int, state: Restorable, facts: dict[str, Any], is_writer: bool = True) -> None:
         """Every process takes part in gathering sharded tensors; one writes."""
-        model, training = _model_tensors(state.model), _Flattened(_training_state(state))
+        model, (plain, training) = _model_tensors(state.model), taken_apart(_training_state(state), _whole)
         _check_finite(step, model, state.model)
         if is_writer:
-            self._write(step, model, training, facts)
+            self._write(step, model, training, {**facts, "state": plain})
 
-    def _write(self, step: int, model: dict[str, Tensor], training: _Flattened, facts: dict[str, Any]) -> None:
+    def _write(self, step: int, model: dict[str, Tensor], training: dict[str, Tensor], facts: dict[str, Any]) -> None:
         self._sweep()
         temporary = self.folder / f".writing-{step}-{os.getpid()}"
         temporary.mkdir(parents=True)
-        for name, tensors in ((MODEL, model), (TRAINING, training.tensors)):
+        for name, tensors in ((MODEL, model), (TRAINING, training)):
             save_file(tensors, temporary / name, {"format": "pt"})
             _flush(temporary / name)
         files = {name: _fingerprint(temporary / name) for name in (MODEL, TRAINING)}
-        described = {"version": VERSION, "step": step, **facts, "files": files, "state": training.plain}
+        described = {"version": VERSION, "step": step, **facts, "files": files}
         (temporary / FACTS).write_text(json.dumps({**described, "checksum": _checksum(described)}))
         _flush(temporary / FACTS)
         _flush(temporary)
@@ -134,7 +134,7 @@ def restore(path: Path, state: Restorable) -> dict[str, Any]:
     """Put a checkpoint back; return its facts. All is checked before anything changes."""
     facts = read_facts(path)
     with safe_open(path / TRAINING, "pt") as file:
-        training = _unflatten(facts["state"], {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        training = put_together(facts["state"], {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     with safe_open(path / MODEL, "pt") as file:
         saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     own = dict(_unique_tensors(state.model))
@@ -250,36 +250,6 @@ def _placed(saved: Tensor, like: Tensor) -> Tensor:
 def _placed_like(value: Any, parameter: Tensor) -> Any:
     """Moments are sharded as their parameter is; step counts and scalars are not."""
     return _placed(value, parameter) if isinstance(value, Tensor) and value.shape == parameter.shape else value
-
-
-class _Flattened:
-    """Nested values with their tensors taken out: ``plain`` is JSON that refers to ``tensors`` by number."""
-
-    def __init__(self, value: Any) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self.plain = self._flatten(value)
-
-    def _flatten(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            key = str(len(self.tensors))
-            self.tensors[key] = _whole(value)
-            return {TENSOR: key}
-        if isinstance(value, dict):
-            assert all(isinstance(key, str) for key in value), "JSON would turn other keys into words"
-            return {key: self._flatten(entry) for key, entry in value.items()}
-        if isinstance(value, tuple):
-            return {TUPLE: [self._flatten(entry) for entry in value]}
-        return [self._flatten(entry) for entry in value] if isinstance(value, list) else value
-
-
-def _unflatten(value: Any, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(value, dict):
-        if set(value) == {TENSOR}:
-            return tensors[value[TENSOR]]
-        if set(value) == {TUPLE}:
-            return tuple(_unflatten(entry, tensors) for entry in value[TUPLE])
-        return {key: _unflatten(entry, tensors) for key, entry in value.items()}
-    return [_unflatten(entry, tensors) for entry in value] if isinstance(value, list) else value
 
 
 # ---- files ----

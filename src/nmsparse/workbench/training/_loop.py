@@ -8,11 +8,7 @@ Order of examples, learning rate and random numbers are functions of the seed an
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import math
-import platform
-import resource
 import statistics
 import time
 from copy import copy
@@ -26,9 +22,19 @@ from torch import Tensor, nn
 import nmsparse as nm
 from nmsparse.functional import hash_integers
 from nmsparse.workbench.extras import package
-from nmsparse.workbench.models import build_model, load_pretrained, model_info, models
 from nmsparse.workbench.records import RESULT, RUN, RunRecord, RunWriter
-from nmsparse.workbench.tasks import IGNORED, Batch, Task, load_task, tasks
+from nmsparse.workbench.tasks import IGNORED, Batch
+from nmsparse.workbench.training._build import (
+    end_accelerator,
+    environment_of,
+    locked,
+    make_accelerator,
+    make_model,
+    make_optimizer,
+    memory_of,
+    model_name,
+    open_task,
+)
 from nmsparse.workbench.training._checkpoints import CheckpointError, Checkpoints, Restorable, read_facts, restore
 from nmsparse.workbench.training._config import TrainConfig
 from nmsparse.workbench.training._order import Order, learning_rate
@@ -105,7 +111,7 @@ class Session:
 
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         self.config = config
-        self.accelerator = _accelerator(config, folder)
+        self.accelerator = make_accelerator(config, folder)
         # one folder for all processes, though each may have named it by its own clock
         self.folder = folder = package("accelerate.utils").broadcast_object_list([folder])[0]
         self.task = open_task(config)
@@ -118,7 +124,7 @@ class Session:
         torch.manual_seed(config.seed)  # recipes with one seed start from the same weights
         bare, targets, exclude = make_model(config, self.task)
         self.run = nm.sparsify_(bare, config.make_recipe(), targets, exclude, emulate=config.emulate, seed=config.seed)
-        optimizer = _make_optimizer(config, bare, self.accelerator.device)
+        optimizer = make_optimizer(config, bare, self.accelerator.device)
         if config.compile:
             bare.compile()
         self.model, self.optimizer = self.accelerator.prepare(bare, optimizer)
@@ -138,7 +144,7 @@ class Session:
     def start(self, resume: bool) -> None:
         """Take the folder, and go back to its newest checkpoint."""
         if self.accelerator.is_main_process:
-            self._lock = _locked(self.folder)
+            self._lock = locked(self.folder)
         if resume:
             self._restore()
         if self.accelerator.is_main_process:
@@ -259,7 +265,7 @@ class Session:
             "gradient_noise": gradient_noise(self.inner, sparse),
             "variance": mean_variance(self.inner, sparse),
             **{name: total[name] for name in ("variance_change", "switched_at") if name in total},
-            "memory_gib": _memory(self.accelerator.device) / 2**30,
+            "memory_gib": memory_of(self.accelerator.device) / 2**30,
         }
         self.interval = Interval()
         self._write("train", row)
@@ -391,9 +397,7 @@ class Session:
             self.writer.close()
         if self._lock is not None:
             self._lock.close()
-        with contextlib.suppress(Exception):
-            self.accelerator.end_training()
-        _forget_accelerator()
+        end_accelerator(self.accelerator)
 
     def _describe(self) -> dict[str, Any]:
         config, task = self.config, self.task
@@ -414,118 +418,11 @@ class Session:
             },
             "config": config.to_dict(),
             "model": {
-                "name": config.pretrained or _model_name(config, task),
+                "name": config.pretrained or model_name(config, task),
                 "parameters": parameters,
                 "sparse_parameters": sparse,
             },
-            "environment": _environment(self.accelerator),
+            "environment": environment_of(self.accelerator),
             "skipped": self.run.skipped,
             "products": self.run.products,
         }
-
-
-# ---- building ----
-
-
-def _accelerator(config: TrainConfig, folder: Path) -> Any:
-    accelerate = package("accelerate")
-    available = [str(getattr(name, "value", name)) for name in accelerate.tracking.get_available_trackers()]
-    for name in config.tracker:
-        if name not in available:
-            raise ValueError(f"tracker {name!r} is not installed here; installed are: {', '.join(available) or 'none'}.")
-    _forget_accelerator()
-    return accelerate.Accelerator(
-        mixed_precision="no" if config.precision == "fp32" else config.precision,
-        gradient_accumulation_steps=config.accumulate,
-        log_with=list(config.tracker) or None,
-        project_dir=folder / "trackers" if config.tracker else None,
-        cpu=not torch.cuda.is_available(),
-    )
-
-
-def _forget_accelerator() -> None:
-    """accelerate keeps one state per process; a second run with another precision would be refused."""
-    accelerate = package("accelerate")
-    accelerate.state.AcceleratorState._reset_state()
-    accelerate.state.GradientState._reset_state()
-
-
-def _locked(folder: Path) -> IO[str]:
-    """A file that stays locked while it is open, also by a process that is killed: one run at a time in a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / ".lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise ValueError(f"another process is training in {folder}: wait for it, or choose another folder.") from None
-    except OSError:
-        pass  # a file system without locks
-    return file
-
-
-def open_task(config: TrainConfig) -> Task:
-    """The task of a run; a pretrained encoder brings its own vocabulary."""
-    info = next((info for info in tasks() if info.name == config.task.partition(":")[0]), None)
-    folder = Path(config.pretrained) if config.pretrained is not None and info and info.kind == "sentences" else None
-    has_words = folder is not None and any((folder / name).exists() for name in ("tokenizer.json", "vocab.txt"))
-    return load_task(
-        config.task, config.data_dir, length=config.length, limit=config.limit, vocabulary=folder if has_words else None
-    )
-
-
-def _model_name(config: TrainConfig, task: Task) -> str:
-    return config.model or next(info.name for info in models() if task.facts.kind in info.kinds)
-
-
-def make_model(config: TrainConfig, task: Task) -> tuple[nn.Module, str | list[str], list[str] | None]:
-    """The model, which of its layers to make sparse, and which not."""
-    if config.pretrained is not None:
-        given = [name for name in ("model", "width", "layers", "heads", "dropout") if getattr(config, name) is not None]
-        if given:
-            raise ValueError(f"a pretrained model is as its folder says: leave out {' and '.join(given)}.")
-        model, targets, exclude = load_pretrained(config.pretrained, task.facts), "all-linear", None
-        if not any(isinstance(module, nn.Linear) for name, module in model.named_modules() if "classifier" not in name):
-            targets, exclude = "all", ["classifier.1"]  # a ResNet: its only linear layer is the head
-    else:
-        info = model_info(_model_name(config, task))
-        sizes = {"width": config.width, "layers": config.layers, "heads": config.heads, "dropout": config.dropout}
-        model, targets, exclude = build_model(info.name, task.facts, **sizes), info.targets, list(info.exclude) or None  # pyrefly: ignore
-    if config.targets:
-        is_keyword = len(config.targets) == 1 and config.targets[0] in ("all", "all-linear")
-        return model, config.targets[0] if is_keyword else config.targets, config.exclude or None
-    return model, targets, config.exclude or exclude
-
-
-def _make_optimizer(config: TrainConfig, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
-    """Weight decay acts on matrices and filters, not on biases and norms."""
-    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
-    others = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    if config.chosen_optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.peak_lr, momentum=config.momentum)
-    kind = nm.StepAdamW if config.chosen_optimizer == "step-adamw" else torch.optim.AdamW
-    return kind(groups, lr=config.peak_lr, betas=(0.9, config.beta2), fused=device.type == "cuda")
-
-
-def _memory(device: torch.device) -> int:
-    """Most bytes that this process has held, on the device it trains on."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
-
-
-def _environment(accelerator: Any) -> dict[str, Any]:
-    device = accelerator.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
-    versions = {name: package(name).__version__ for name in ("accelerate", "transformers")}
-    return {
-        "nmsparse": nm.__version__,
-        "torch": torch.__version__,
-        **versions,
-        "python": platform.python_version(),
-        "device": name,
-        "processes": accelerator.num_processes,
-        "cpu_threads": torch.get_num_threads(),
-    }
