@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import pickle
+import signal
 import socket
 import sys
 import traceback
@@ -23,9 +25,19 @@ import torch.distributed as dist
 SECONDS, GRACE = 100.0, 2.0
 """Until a call that hangs is given up, and until the other ranks are once one has failed."""
 
+DEAD = (False, "the process died")
+
 
 class RankError(AssertionError):
     """What went wrong on the ranks."""
+
+
+class KilledError(RankError):
+    """A rank's process was killed by a signal."""
+
+
+class RankKilledWarning(UserWarning):
+    """A rank's process was killed by a signal, and the call made once more."""
 
 
 class Ranks:
@@ -37,11 +49,23 @@ class Ranks:
         self._pipes: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """``function(rank, world, *args)`` on every rank; raises what any of them raised."""
+        """``function(rank, world, *args)`` on every rank; raises what any of them raised.
+
+        torch 2.13's gloo backend corrupts its heap now and then (about one in fifty passes of the FSDP2 tests on two busy cores
+        ended with "malloc(): unaligned tcache chunk detected" in gloo's own thread; never under valgrind). A rank that a signal
+        kills is no failure of a test, so the call is made once more, with a warning that tells of it.
+        """
+        try:
+            return self._run(function, *args)
+        except KilledError as error:
+            warnings.warn(f"{function.__name__} runs again: {error}", RankKilledWarning, stacklevel=2)
+            return self._run(function, *args)
+
+    def _run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         if not self._processes:
             self._start()
         for pipe in self._pipes:
-            pipe.send((function, args))
+            pipe.send_bytes(pickle.dumps((function, args)))
         answers: dict[int, tuple[bool, Any]] = {}
         while len(answers) < self.world:
             waiting = {self._pipes[rank]: rank for rank in range(self.world) if rank not in answers}
@@ -53,9 +77,19 @@ class Ranks:
                 answers[waiting[pipe]] = _receive(pipe)  # pyrefly: ignore
         wrong = [f"rank {rank}: {text}" for rank, (is_fine, text) in sorted(answers.items()) if not is_fine]
         if wrong or len(answers) < self.world:
+            killed = self._killed([rank for rank, answer in answers.items() if answer == DEAD])
             self.close()
-            raise RankError("\n".join(wrong) or f"ranks hang; only {sorted(answers)} answered")
+            raise (KilledError if killed else RankError)(
+                "\n".join(killed + wrong) or f"ranks hang; only {sorted(answers)} answered"
+            )
         return [answers[rank][1] for rank in range(self.world)]
+
+    def _killed(self, dead: list[int]) -> list[str]:
+        """What killed those whose pipes broke."""
+        for rank in dead:
+            self._processes[rank].join(GRACE)  # a pipe closes a moment before its process has an exit code
+        codes = {rank: self._processes[rank].exitcode or 0 for rank in dead}
+        return [f"rank {rank} was killed by {signal.Signals(-code).name}" for rank, code in codes.items() if code < 0]
 
     def _start(self) -> None:
         with socket.socket() as free:
@@ -79,9 +113,9 @@ class Ranks:
 
 def _receive(pipe: Connection) -> tuple[bool, Any]:
     try:
-        answer: tuple[bool, Any] = pipe.recv()
+        answer: tuple[bool, Any] = pickle.loads(pipe.recv_bytes())
     except EOFError:
-        return False, "the process died"
+        return DEAD
     return answer
 
 
@@ -98,13 +132,14 @@ def _work(rank: int, world: int, port: int, pipe: Connection, path: list[str]) -
     dist.init_process_group("gloo", rank=rank, world_size=world)
     while True:
         try:
-            function, args = pipe.recv()
+            function, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
-            pipe.send((True, function(rank, world, *args)))
+            answer = (True, function(rank, world, *args))
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            answer = (False, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(answer))  # by value: torch's own way to send would move tensors to shared memory
 
 
 @contextmanager
