@@ -407,7 +407,7 @@ def reproduce(
     with _in_words():
         if dry_run:
             study = room.Study(room.CLAIMS[chosen[0]], scale, room.Ledger(results), room.device_name(), only or ())
-            room.print_plan(study, [*study.tuning(), *study.finals(seeds)])
+            room.print_plan(study, seeds)
             return
         if not report:
             with study_progress(quiet=as_json) as listen:

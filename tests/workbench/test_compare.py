@@ -17,6 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nmsparse.cli import app
+from nmsparse.workbench import compare as compare_module
 from nmsparse.workbench.compare import Candidate, Job, run_study, study
 from nmsparse.workbench.records import RunRecord, find_runs
 from nmsparse.workbench.training import TrainConfig
@@ -136,6 +137,23 @@ def test_the_pattern_of_a_configuration_file_is_compared(tmp_path: Path, monkeyp
 def test_the_newest_row_is_read_while_a_line_is_being_written(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n{"kind": "valid", "step": 1}\n{"kind": "train", "st')
     assert Job("a", TrainConfig(), tmp_path).last_row()["step"] == 1
+
+
+@pytest.mark.parametrize(("guess", "free_gib", "fits"), [(None, 100, False), (12.0, 100, True), (12.0, 20, False)])
+def test_before_the_first_row_a_guess_decides_how_many_start(
+    guess: float | None, free_gib: int, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One run has started and said nothing yet; the next needs room beside it."""
+    monkeypatch.setattr(compare_module, "_free_bytes", lambda: free_gib << 30)
+    silent = Job("first", TrainConfig(), tmp_path)
+    assert compare_module._fits([silent], [silent], guess) is fits
+
+
+def test_a_run_finds_few_compile_workers_and_what_a_study_adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, str] = {}
+    monkeypatch.setattr(compare_module.subprocess, "Popen", lambda *args, env, **rest: seen.update(env))
+    compare_module._start(Job("a", TrainConfig(), tmp_path, environment={"NMSPARSE_CACHE": "elsewhere"}), threads=2)
+    assert (seen["TORCHINDUCTOR_COMPILE_THREADS"], seen["OMP_NUM_THREADS"], seen["NMSPARSE_CACHE"]) == ("2", "2", "elsewhere")
 
 
 # ---- commands ----

@@ -246,6 +246,11 @@ def test_a_head_for_other_classes_is_made_anew(tmp_path: Path) -> None:
     assert loaded(**batch(FACTS["regression"])).loss.isfinite()
 
 
+def test_checkpoint_in_16_bit_trains_in_32(tmp_path: Path) -> None:
+    build("bert", FACTS["sentences"]).half().save_pretrained(tmp_path)
+    assert {parameter.dtype for parameter in load_pretrained(tmp_path, FACTS["sentences"]).parameters()} == {torch.float32}
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "facts", "message"),
     [

@@ -396,6 +396,13 @@ def test_settings_come_from_json_and_toml(tmp_path: Path) -> None:
         TrainConfig.read(tmp_path / "c.toml")
 
 
+def test_a_pretrained_folder_may_move_but_not_become_another() -> None:
+    here = tiny(pretrained="/here/minilm")
+    assert here.differences(tiny(pretrained="/there/minilm")) == []
+    assert here.differences(tiny(pretrained="/here/bert")) == ["pretrained 'minilm' against 'bert'"]
+    assert here.differences(tiny()) == ["pretrained 'minilm' against None"]
+
+
 def test_sizes_of_a_pretrained_model_are_not_silently_ignored() -> None:
     config = tiny(pretrained="somewhere")
     with pytest.raises(ValueError, match="leave out width and layers and heads"):

@@ -15,9 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,8 @@ class Job:
     folder: Path
     process: subprocess.Popen[bytes] | None = None
     failure: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of its process beside ours."""
 
     @property
     def is_running(self) -> bool:
@@ -138,18 +140,21 @@ def run_study(
     jobs: int | None = None,
     until: float | None = None,
     listen: Listener = lambda jobs: None,
+    guess_gib: float | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> list[Job]:
     """Train everything; return the jobs, finished, diverged or failed. ``jobs`` caps how many run at a time.
 
     After the moment ``until`` (of time.monotonic) no further run starts; those that have not started are returned as waiting.
+    ``guess_gib`` is what a run may take until the first has said what it does take; without it that one is waited for.
     """
-    all_jobs = [Job(name, config, folder / name) for name, config in configs.items()]
+    all_jobs = [Job(name, config, folder / name, environment=environment or {}) for name, config in configs.items()]
     for job in all_jobs:
         _prepare(job)
     waiting = [job for job in all_jobs if job.status not in ("finished", "diverged")]
     try:
         with _ends_on_signals():
-            _run(all_jobs, waiting, jobs, until, listen)
+            _run(all_jobs, waiting, jobs, until, listen, guess_gib)
     finally:
         _stop(all_jobs)
     listen(all_jobs)
@@ -167,7 +172,14 @@ def _prepare(job: Job) -> None:
     write_json(file, job.config.to_dict())
 
 
-def _run(all_jobs: list[Job], waiting: list[Job], jobs: int | None, until: float | None, listen: Listener) -> None:
+def _run(
+    all_jobs: list[Job],
+    waiting: list[Job],
+    jobs: int | None,
+    until: float | None,
+    listen: Listener,
+    guess_gib: float | None,
+) -> None:
     # of all jobs, not of those that are left: threads decide about rounding, and a comparison that goes on must go on exactly
     most = min(len(all_jobs), jobs or (8 if torch.cuda.is_available() else os.cpu_count() or 1)) or 1
     threads = max(1, (os.cpu_count() or 1) // most)
@@ -175,7 +187,7 @@ def _run(all_jobs: list[Job], waiting: list[Job], jobs: int | None, until: float
         running = [job for job in all_jobs if job.is_running]
         if until is not None and time.monotonic() > until:
             waiting.clear()
-        elif waiting and len(running) < most and _fits(running, all_jobs):
+        elif waiting and len(running) < most and _fits(running, all_jobs, guess_gib):
             _start(waiting.pop(0), threads)
         _note_failures(all_jobs)
         listen(all_jobs)
@@ -225,20 +237,29 @@ def _note_failures(all_jobs: list[Job]) -> None:
 
 def _start(job: Job, threads: int) -> None:
     alone = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    environment = {**alone, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        **alone,
+        "OMP_NUM_THREADS": str(threads),
+        "TORCHINDUCTOR_COMPILE_THREADS": str(threads),  # by default each run would start a worker for every core
+        "TOKENIZERS_PARALLELISM": "false",
+        **job.environment,
+    }
     with (job.folder / LOG).open("wb") as log:
         command = [sys.executable, "-m", "nmsparse.workbench.training", str(job.folder)]
         job.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
 
-def _fits(running: list[Job], all_jobs: list[Job]) -> bool:
+def _fits(running: list[Job], all_jobs: list[Job], guess_gib: float | None) -> bool:
     """Whether memory holds one more run, going by the largest that any run of this study has taken so far.
 
-    Runs that have not logged yet will take as much as that. Before the first has logged, nobody knows, and it is waited for.
+    Runs that have not logged yet will take as much as that. Before the first has logged, the guess counts; without one nobody
+    knows, and it is waited for.
     """
     if not running:
         return True
     known = [row["memory_gib"] for job in all_jobs if (row := job.last_row())]
+    if not known and guess_gib is not None:
+        known = [guess_gib]
     if not known:
         return False
     free = _free_bytes()

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from nmsparse.workbench.extras import package
@@ -215,7 +216,12 @@ def load_pretrained(path: str | Path, facts: Facts) -> nn.Module:
             setattr(config, name, value)
         kind = getattr(lib, CLASSES[facts.kind])
         model = kind.from_pretrained(
-            folder, config=config, local_files_only=True, use_safetensors=True, ignore_mismatched_sizes=bool(settings)
+            folder,
+            config=config,
+            local_files_only=True,
+            use_safetensors=True,
+            ignore_mismatched_sizes=bool(settings),
+            dtype=torch.float32,  # of a checkpoint in 16 bit too: master weights and Adam's moments need the digits
         )
         return _with_loss(model) if facts.kind == "language" else model
     except (OSError, KeyError, RuntimeError, ValueError) as error:

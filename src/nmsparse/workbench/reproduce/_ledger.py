@@ -23,7 +23,7 @@ from nmsparse.workbench.records import RunRecord, finite
 from nmsparse.workbench.training import TrainConfig
 
 VERSION = 1
-COLUMNS = ("loss", "flip_rate", "gradient_noise", "variance", "variance_change", "density")
+COLUMNS = ("loss", "step_ms", "flip_rate", "gradient_noise", "variance", "variance_change", "density")
 """Columns of the log rows that are kept as curves."""
 DIGITS = 5
 

@@ -105,7 +105,14 @@ def table(study: Study, experiment: Experiment) -> Table | None:
     notes = [EDGE_NOTE] if any(standing.is_at_edge for standing in found) else []
     notes += [f"{_diverged(s)} of {len(s.runs)} runs of {s.contender.label} diverged and are not in its mean."
               for s in found if _diverged(s)]  # fmt: skip
+    notes += [f"{s.contender.label} switched to masks at update {listed(moments)}."
+              for s in found if (moments := _switches(s))]  # fmt: skip
     return Table(experiment.title, [*header, "ms per step"], rows, notes)
+
+
+def _switches(standing: Standing) -> list[str]:
+    """When STEP switched, seed by seed."""
+    return [str(run.row["switched_at"]) for run in standing.finished if run.row.get("switched_at") is not None]
 
 
 def _row(standing: Standing, value: Estimate | None, places: int, metric: Metric, reference: Standing | None) -> list[str]:
@@ -146,8 +153,18 @@ def judge_all(study: Study) -> list[Judged]:
 
 def gain_words(judged: Judged) -> str:
     """The gain with its interval, in the unit of the metric."""
+    lost = "; ".join(
+        f"{count} runs of {label} diverged" if count > 1 else f"1 run of {label} diverged"
+        for count, label in zip(judged.lost, (judged.statement.left, judged.statement.right), strict=True)
+        if count
+    )
     if judged.gain is None:
-        return ""
+        return lost
+    return _interval_words(judged) + (f"; {lost}" if lost else "")
+
+
+def _interval_words(judged: Judged) -> str:
+    assert judged.gain is not None
     is_percent = judged.metric in ("accuracy", "f1", "matthews") or judged.metric.startswith("flip_rate")
     factor, unit = (100.0, " points") if is_percent else (1.0, _unit(judged.metric))
     mean, low, high = (factor * value for value in (judged.gain.mean, judged.gain.low, judged.gain.high))

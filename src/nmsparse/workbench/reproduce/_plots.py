@@ -13,6 +13,7 @@ from nmsparse.workbench.reproduce._claim import HEADLINE, Chart
 from nmsparse.workbench.reproduce._ledger import Run
 from nmsparse.workbench.reproduce._outcome import Standing, standings
 from nmsparse.workbench.reproduce._study import Study
+from nmsparse.workbench.reproduce._verdicts import seconds_to
 
 WIDTH, HEIGHT = 720, 300
 LEFT, RIGHT, TOP, BOTTOM = 58, 210, 30, 40
@@ -61,7 +62,7 @@ def _points(run: Run, chart: Chart) -> list[tuple[int, float]]:
     points = run.curve(chart.column)
     if chart.over == "steps":
         return points
-    return [(round(step * run.row["step_ms"] / 1e3 * TIME_SCALE), value) for step, value in points]
+    return [(round(seconds_to(run, step) * TIME_SCALE), value) for step, value in points]
 
 
 def _svg(chart: Chart, lines: Sequence[Line], is_percent: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,11 +14,12 @@ from nmsparse.workbench.reproduce._claim import Claim, Scale
 from nmsparse.workbench.reproduce._flops import training_flops
 from nmsparse.workbench.reproduce._ledger import Ledger, device_name, make_row
 from nmsparse.workbench.reproduce._study import MOST_SEEDS, Planned, Study
-from nmsparse.workbench.tasks import load_task
-from nmsparse.workbench.training import TrainConfig
+from nmsparse.workbench.training import TrainConfig, open_task
 
 DATA = "{data}"
 """Stands for the data folder in the settings of a claim: hashes and books know no path of any machine."""
+GUESS_GIB: dict[str, float] = {"toy": 2, "small": 12}
+"""More than any run of these scales takes, so that a study need not wait for its first run before it starts others."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,11 @@ def reproduce(
     named = os.environ.get("NMSPARSE_DATA")
     data = data_dir or (Path(named) if named else None)
     session = _Session(study, folder / claim.name / scale, data, jobs, minutes, listen)
-    session.train(study.tuning())
+    trials = study.tuning()
+    session.train([planned for planned in trials if not planned.experiment.is_timed])
+    # algorithms that are searched while others use the GPU are no choice for runs that have it to themselves
+    crowded = {"NMSPARSE_CACHE": str(session.folder.absolute() / "tuning-cache")}
+    session.train([planned for planned in trials if planned.experiment.is_timed], environment=crowded)
     finals = study.finals(seeds)
     session.train([planned for planned in finals if not planned.experiment.is_timed])
     session.train([planned for planned in finals if planned.experiment.is_timed], alone=True)
@@ -83,8 +88,8 @@ class _Session:
         self.failed: dict[str, str] = {}
         self._prepared: set[tuple[str, int | None]] = set()
 
-    def train(self, runs: Sequence[Planned], alone: bool = False) -> None:
-        missing = {planned.name: planned for planned in self.study.missing(runs)}
+    def train(self, runs: Sequence[Planned], alone: bool = False, environment: Mapping[str, str] | None = None) -> None:
+        missing = {planned.name: planned for planned in self.study.missing(runs) if self._has_model(planned)}
         if not missing or (self.until is not None and time.monotonic() > self.until):
             return
         self._prepare_data(list(missing.values()))
@@ -96,8 +101,25 @@ class _Session:
                     self._record(missing[job.name], job.folder)
             self.listen(jobs)
 
-        done = run_study(configs, self.folder, jobs=1 if alone else self.jobs, until=self.until, listen=record_and_listen)
+        done = run_study(
+            configs,
+            self.folder,
+            jobs=1 if alone else self.jobs,
+            until=self.until,
+            listen=record_and_listen,
+            guess_gib=GUESS_GIB.get(self.study.scale),
+            environment=environment,
+        )
         self.failed |= {job.name: job.failure or "see its log.txt" for job in done if job.status == "failed"}
+
+    def _has_model(self, planned: Planned) -> bool:
+        """Whether a pretrained model is there. One that is not stops its experiment, and not the rest of the claim."""
+        try:
+            self._here(planned.config)
+        except FileNotFoundError as error:
+            self.failed[planned.experiment.name] = str(error)
+            return False
+        return True
 
     def _prepare_data(self, runs: Sequence[Planned]) -> None:
         """Read every task once: what takes long (tokens, for instance) is then in the cache, and not done by all processes at
@@ -105,7 +127,7 @@ class _Session:
         for planned in runs:
             config = planned.config
             if (config.task, config.length) not in self._prepared:
-                load_task(config.task, self.data_dir, length=config.length, limit=config.limit)
+                open_task(self._here(config))
                 self._prepared.add((config.task, config.length))
 
     def _here(self, config: TrainConfig) -> TrainConfig:
@@ -113,10 +135,12 @@ class _Session:
         pretrained = config.pretrained
         if pretrained is not None and DATA in pretrained:
             if self.data_dir is None:
-                raise ValueError(f"{pretrained} is looked for in the data folder: pass --data-dir, or set NMSPARSE_DATA.")
+                raise FileNotFoundError(f"{pretrained} is looked for in the data folder: pass --data-dir, or set NMSPARSE_DATA.")
             pretrained = pretrained.replace(DATA, str(self.data_dir))
             if not Path(pretrained).is_dir():
-                raise ValueError(f"{pretrained} does not exist: put the pretrained model there (config.json, model.safetensors).")
+                raise FileNotFoundError(
+                    f"{pretrained} does not exist: put the pretrained model there (config.json, model.safetensors)."
+                )
         return replace(config, pretrained=pretrained, data_dir=None if self.data_dir is None else str(self.data_dir))
 
     def _record(self, planned: Planned, folder: Path) -> None:
@@ -133,15 +157,8 @@ class _Session:
         self.study.ledger.add(self.study.claim.name, {**row, "flops": {"dense": flops.dense, "sparse": flops.sparse}})
 
     def progress(self, seeds: int) -> Progress:
-        """What is missing: trials, and final runs; those whose rate is not known yet are counted by name and seed."""
+        """What is missing: trials, and final runs; those whose rate is not known yet by contender and seed."""
         study = self.study
         trials = [planned.name for planned in study.missing(study.tuning())]
         finals = [planned.name for planned in study.missing(study.finals(seeds))]
-        unknown = [
-            f"{experiment.name} {contender.label} seed {seed}"
-            for experiment in study.experiments
-            for contender in experiment.contenders
-            if study.rate(experiment, contender) is None
-            for seed in range(seeds)
-        ]
-        return Progress([*trials, *finals, *unknown], self.failed)
+        return Progress([*trials, *finals, *study.unknown(seeds)], self.failed)

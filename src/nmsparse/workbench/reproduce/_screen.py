@@ -52,8 +52,10 @@ def _print_rest(progress: Progress) -> None:
         print(f"{len(progress.left)} runs are left ({named}); the same command goes on with them.")
 
 
-def print_plan(study: Study, runs: Sequence[Planned]) -> None:
+def print_plan(study: Study, seeds: int) -> None:
     """For ``--dry-run``: what would be trained, and what is in the books already."""
+    runs: Sequence[Planned] = [*study.tuning(), *study.finals(seeds)]
+    later = study.unknown(seeds)
     missing = {planned.name for planned in study.missing(runs)}
     rows = [
         [
@@ -66,5 +68,8 @@ def print_plan(study: Study, runs: Sequence[Planned]) -> None:
         for planned in runs
     ]
     print_table(["run", "role", "steps", "dense FLOPs", "state"], rows)
+    if later:
+        print(f"{len(later)} final runs follow at the learning rates that these find.")
     minutes = {name: value for name, value in study.claim.minutes.items() if name in {e.name for e in study.experiments}}
-    print(f"{len(missing)} of {len(runs)} runs to do; about {sum(minutes.values()):g} minutes on one H200 for all with 3 seeds.")
+    to_do, all_runs = len(missing) + len(later), len(runs) + len(later)
+    print(f"{to_do} of {all_runs} runs to do; about {sum(minutes.values()):g} minutes on one H200 for all with 3 seeds.")

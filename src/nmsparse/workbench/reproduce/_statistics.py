@@ -15,8 +15,8 @@ from typing import Literal
 from nmsparse.workbench.report._numbers import STUDENT
 
 Verdict = Literal["holds", "within noise", "fails", "too few seeds", "not run yet"]
-FEWEST_SEEDS = 2
-"""Below this there is no spread to judge by."""
+FEWEST_SEEDS = 3
+"""Below this the spread is too uncertain to judge by."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def paired_difference(left: Mapping[int, float], right: Mapping[int, float]) -> 
     if not differences:
         return None
     mean, count = statistics.fmean(differences), len(differences)
-    if count < FEWEST_SEEDS:
+    if count < 2:
         return Difference(mean, -math.inf, math.inf, count)
     half = STUDENT[min(count - 1, len(STUDENT)) - 1] * statistics.stdev(differences) / math.sqrt(count)
     return Difference(mean, mean - half, mean + half, count)

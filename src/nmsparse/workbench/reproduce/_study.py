@@ -127,6 +127,16 @@ class Study:
             if (rate := self.rate(experiment, contender)) is not None
         ]
 
+    def unknown(self, seeds: int) -> list[str]:
+        """Final runs whose rate no trial has found yet, in words."""
+        return [
+            f"{experiment.name} {contender.label} seed {seed}"
+            for experiment in self.experiments
+            for contender in experiment.contenders
+            if self.rate(experiment, contender) is None
+            for seed in range(seeds)
+        ]
+
     def find(self, planned: Planned) -> Run | None:
         return self.ledger.find(planned.config, self.device)
 

@@ -10,6 +10,7 @@ from typing import Any
 from nmsparse.workbench.reproduce._claim import HEADLINE, Statement
 from nmsparse.workbench.reproduce._ledger import Run
 from nmsparse.workbench.reproduce._statistics import (
+    FEWEST_SEEDS,
     Difference,
     Verdict,
     is_better,
@@ -21,6 +22,10 @@ from nmsparse.workbench.reproduce._study import Study
 
 LAST_SHARE = 0.1
 """Of a curve: its end."""
+WARM_SHARE = 0.1
+"""Of a curve: its beginning, while the learning rate rises."""
+COMPILING = 2.0
+"""Log rows that took so many times the median of the run hold compilations: phases of a recipe differ by less."""
 SECONDS = "seconds_to_loss"
 
 
@@ -34,8 +39,12 @@ def _end(run: Run, column: str) -> float | None:
     return statistics.fmean(values[-max(1, round(LAST_SHARE * len(values))) :]) if values else None
 
 
-def _peak(run: Run, column: str) -> float | None:
-    return max((value for _, value in run.curve(column)), default=None)
+def _third(run: Run, column: str, first: bool) -> float | None:
+    """Mean over the first third of a curve, past the warm-up, or over the last."""
+    values = [value for _, value in run.curve(column)]
+    values = values[round(WARM_SHARE * len(values)) :]
+    count = len(values) // 3
+    return statistics.fmean(values[:count] if first else values[-count:]) if count else None
 
 
 def _step_ms(run: Run) -> float | None:
@@ -47,7 +56,9 @@ QUANTITIES: dict[str, Callable[[Run], float | None]] = {
     HEADLINE: lambda run: run.headline,
     "step_ms": _step_ms,
     "flip_rate_end": lambda run: _end(run, "flip_rate"),
-    "flip_rate_peak": lambda run: _peak(run, "flip_rate"),
+    "flip_rate_mean": lambda run: _mean(run, "flip_rate"),
+    "flip_rate_first_third": lambda run: _third(run, "flip_rate", first=True),
+    "flip_rate_last_third": lambda run: _third(run, "flip_rate", first=False),
     "gradient_noise_mean": lambda run: _mean(run, "gradient_noise"),
     "variance_mean": lambda run: _mean(run, "variance"),
 }
@@ -65,8 +76,8 @@ class Judged:
     """Of left over right: positive is what the statement hopes for."""
     verdict: Verdict
     metric: str
-    lost: int
-    """Runs of both sides that diverged, and so are not in the means."""
+    lost: tuple[int, int]
+    """Runs of either side that diverged, and so are not in the means."""
 
     def to_dict(self) -> dict[str, Any]:
         gain = None if self.gain is None else vars(self.gain)
@@ -83,7 +94,7 @@ class Judged:
             "right_values": dict(self.right),
             "gain": gain,
             "verdict": self.verdict,
-            "diverged": self.lost,
+            "diverged": {"left": self.lost[0], "right": self.lost[1]},
         }
 
 
@@ -96,13 +107,29 @@ def judge(study: Study, statement: Statement) -> Judged:
     metric = statement.quantity if statement.quantity != HEADLINE else runs[0].metric if runs else HEADLINE
     rises = statement.relation != "below" and bool(runs) and runs[0].higher_is_better
     gain = paired_difference(left, right) if rises else paired_difference(right, left)
-    lost = sum(not run.is_finished for run in runs)
-    return Judged(statement, left, right, gain, _verdict(statement, gain), metric, lost)
+    # of the seeds that both sides have run: a run that is still to come is no loss
+    both = sorted(set(lefts) & set(rights))
+    lost = sum(not lefts[seed].is_finished for seed in both), sum(not rights[seed].is_finished for seed in both)
+    return Judged(statement, left, right, gain, _verdict(statement, gain, lost, len(both)), metric, lost)
 
 
-def _verdict(statement: Statement, gain: Difference | None) -> Verdict:
-    if gain is None:
+def _verdict(statement: Statement, gain: Difference | None, lost: tuple[int, int], seeds: int) -> Verdict:
+    """A run that diverged is worse than any that did not: the side that lost more runs has lost, unless the others contradict."""
+    if seeds == 0:
         return "not run yet"
+    left, right = lost
+    if left == right and gain is not None:
+        return _verdict_of(statement, gain)
+    if seeds < FEWEST_SEEDS:
+        return "too few seeds"
+    if left == right:  # all of both
+        return "within noise"
+    if left > right or statement.relation == "equal":
+        return "fails"
+    return "within noise" if gain is not None and gain.high < 0 else "holds"
+
+
+def _verdict_of(statement: Statement, gain: Difference) -> Verdict:
     if statement.relation == "equal":
         return is_equal(gain, statement.margin)
     if statement.relation == "not worse":
@@ -126,15 +153,26 @@ def _values(
 
 
 def times_to_common_loss(*runs: Run) -> tuple[float, ...] | None:
-    """Seconds of training after which each reaches the highest of their final validation losses: a loss that all reach.
-
-    A step takes its median time, so that compilation and validation do not count.
-    """
+    """Seconds of training after which each reaches the highest of their final validation losses: a loss that all reach."""
     curves = [run.curve(HEADLINE) for run in runs]
     if not all(run.is_finished for run in runs) or not all(curves):
         return None
     target = max(curve[-1][1] for curve in curves)
-    return tuple(steps_to(curve, target) * (_step_ms(run) or 0) / 1e3 for curve, run in zip(curves, runs, strict=True))
+    return tuple(seconds_to(run, steps_to(curve, target)) for curve, run in zip(curves, runs, strict=True))
+
+
+def seconds_to(run: Run, step: float) -> float:
+    """Time of training until an update, from the times of the log rows: a recipe's phases differ in speed.
+
+    Rows in which something was compiled count with the run's median; validation is in none.
+    """
+    median = _step_ms(run) or 0.0
+    spent, before = 0.0, 0
+    for last, step_ms in run.curve("step_ms"):
+        each = median if step_ms > COMPILING * median else step_ms
+        spent += each * max(0.0, min(step, last) - before)
+        before = last
+    return (spent + median * max(0.0, step - before)) / 1e3
 
 
 def steps_to(curve: list[tuple[int, float]], target: float) -> float:

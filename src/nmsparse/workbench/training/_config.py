@@ -148,8 +148,11 @@ class TrainConfig:
         pairs = [
             (entry.name, getattr(self, entry.name), getattr(other, entry.name))
             for entry in fields(self)
-            if not entry.metadata["free"]
+            if not entry.metadata["free"] and entry.name != "pretrained"
         ]
+        # a folder may have moved with its data; checkpoints hold its weights
+        ours, theirs = (None if each.pretrained is None else Path(each.pretrained).name for each in (self, other))
+        pairs.append(("pretrained", ours, theirs))
         return [f"{name} {ours!r} against {theirs!r}" for name, ours, theirs in pairs if ours != theirs]
 
 

@@ -202,7 +202,10 @@ class Session:
         self.step += 1
 
     def _batch(self, batch: Batch, part: int) -> Batch:
-        on_device = {name: tensor.to(self.accelerator.device, non_blocking=True) for name, tensor in batch.items()}
+        device = self.accelerator.device
+        if device.type == "cuda":  # a copy from ordinary memory would wait for the GPU
+            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+        on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         return self.task.augment(
             on_device, torch.Generator().manual_seed(hash_integers(self.config.seed, self.step, part, 0xA06))
         )

@@ -113,7 +113,9 @@ def _moments(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> tupl
         if step == 0:
             continue
         mean_square += float(_total(state["exp_avg"].float().square())) / (1 - first**step) ** 2
-        second_moment += float(_total(state["exp_avg_sq"].float())) / (1 - second**step)
+        # StepAdamW freezes the second moment together with its correction
+        correction = float(state.get("frozen_scale", 0.0)) or 1 / (1 - second**step)
+        second_moment += float(_total(state["exp_avg_sq"].float())) * correction
         entries += parameter.numel()
     return mean_square, second_moment, entries
 

@@ -32,6 +32,8 @@ VIT = Experiment(
         Contender("step@1:16:switch=0.1", tuned_as="step@1:16"),
         Contender("step@1:16:switch=0.25", tuned_as="step@1:16"),
         Contender("step@1:16:switch=0.5", tuned_as="step@1:16"),
+        Contender("step@1:16:statistic=relative", tuned_as="step@1:16"),
+        Contender("sr-ste@1:16:decay=1.6e-3", tuned_as="sr-ste@1:16"),
     ),
 )
 
@@ -44,7 +46,7 @@ RESNET = Experiment(
     "ResNet-18 on CIFAR-10, AdamW, all convolutions sparse",
     {
         "toy": toy(TOY_RESNET18),
-        "small": Setup({**RESNET18, "beta2": 0.99, "weight_decay": 5e-4}, ADAM_RATES),
+        "small": Setup({**RESNET18, "beta2": 0.99, "weight_decay": 5e-4, "clip": 0.0}, ADAM_RATES),
         "full": Setup(RESNET_FULL, ADAM_RATES, tuning_share=0.1),
     },
     (
@@ -58,7 +60,7 @@ RESNET = Experiment(
 
 GLUE_SMALL = {
     **SMALL, "task": "sst2", "pretrained": "{data}/minilm", "batch": 32, "steps": 400, "eval_batches": 0, "eval_every": 200,
-    "beta2": 0.99, "schedule": "linear",
+    "beta2": 0.99, "schedule": "linear", "clip": 0.0,
 }  # fmt: skip
 GLUE_FULL = {
     **FULL, "task": "sst2", "pretrained": "{data}/bert-base-uncased", "batch": 32, "steps": epochs(3, 32, 67_349),
@@ -69,7 +71,7 @@ GLUE = Experiment(
     "Fine-tuning MiniLM on SST-2, all linear layers sparse",
     {
         "toy": toy(TOY_BERT),
-        "small": Setup(GLUE_SMALL, (5e-5, 1e-4, 2e-4)),
+        "small": Setup(GLUE_SMALL, (5e-5, 1e-4, 2e-4), tuning_share=1.0),
         "full": Setup(GLUE_FULL, (2e-5, 3e-5, 5e-5), tuning_share=1.0),
     },
     (
@@ -84,9 +86,19 @@ GLUE = Experiment(
 
 WIKITEXT_SMALL = {
     **SMALL, "task": "wikitext2", "model": "gpt2", "width": 256, "layers": 4, "heads": 4, "dropout": 0.1, "batch": 32,
-    "steps": 600, "weight_decay": 0.1, "beta2": 0.99,
+    "steps": 600, "weight_decay": 0.1, "beta2": 0.99, "clip": 0.0,
 }  # fmt: skip
-WIKITEXT_FULL = {**WIKITEXT_SMALL, **FULL, "save": True, "width": 768, "layers": 12, "heads": 12, "steps": 20_000, "beta2": 0.999}
+WIKITEXT_FULL = {
+    **WIKITEXT_SMALL,
+    **FULL,
+    "clip": 1.0,
+    "save": True,
+    "width": 768,
+    "layers": 12,
+    "heads": 12,
+    "steps": 20_000,
+    "beta2": 0.999,
+}
 WIKITEXT = Experiment(
     "wikitext",
     "GPT-2 on WikiText-2 (words) from scratch, all linear layers sparse",
@@ -140,9 +152,30 @@ CLAIM = Claim(
             quantity="gradient_noise_mean",
             is_claimed=False,
         ),
-        Statement("vit", "step@1:16", "not worse", "step@1:16:switch=0.1", "the automatic switch is not worse than 10 %", 0.005),
-        Statement("vit", "step@1:16", "not worse", "step@1:16:switch=0.25", "the automatic switch is not worse than 25 %", 0.005),
-        Statement("vit", "step@1:16", "not worse", "step@1:16:switch=0.5", "the automatic switch is not worse than 50 %", 0.005),
+        Statement(
+            "vit",
+            "step@1:16",
+            "not worse",
+            "step@1:16:switch=0.1",
+            "the automatic switch is not worse than 10 % (one point)",
+            0.01,
+        ),
+        Statement(
+            "vit",
+            "step@1:16",
+            "not worse",
+            "step@1:16:switch=0.25",
+            "the automatic switch is not worse than 25 % (one point)",
+            0.01,
+        ),
+        Statement(
+            "vit",
+            "step@1:16",
+            "not worse",
+            "step@1:16:switch=0.5",
+            "the automatic switch is not worse than 50 % (one point)",
+            0.01,
+        ),
     ),
     published_note="The paper's cells could not be checked against the paper and are not repeated here.",
     charts=(
@@ -155,9 +188,10 @@ CLAIM = Claim(
         Advice("A transformer under Adam at 1:16", "vit", ("sr-ste@1:16", "step@1:16", "step@1:16:switch=0.1")),
     ),
     deviations=(
-        "Three or four epochs of CIFAR-10 and a ViT; the paper trains ResNet-18 and DenseNet-121 for hundreds.",
+        "Three epochs of CIFAR-10 and a ViT; the paper trains ResNet-18 and DenseNet-121 for hundreds.",
         "MiniLM-L6 in place of BERT-Base, one task of GLUE; WikiText-2 from scratch in place of fine-tuning GPT-2.",
+        "Gradients are not clipped at the small scale: clipping would fix the size of the variance that the switch looks at.",
         "beta2 = 0.99 for all contenders: with 0.999 the window of the automatic switch is longer than these runs.",
     ),
-    minutes={"vit": 2.5, "resnet": 1.6, "glue": 1, "wikitext": 1.2},
+    minutes={"vit": 4.5, "resnet": 3, "glue": 2.5, "wikitext": 2},
 )
