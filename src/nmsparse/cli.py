@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
@@ -34,7 +35,7 @@ app = typer.Typer(
 )
 
 
-@app.command()
+@app.command(short_help="List the recipes, their papers and their options.")
 def recipes(
     pattern: Annotated[str, typer.Argument(help='Names to show, as a glob such as "*-decay".')] = "*",
     as_json: Json = False,
@@ -102,7 +103,7 @@ def _recipe(name: str, pattern: str) -> nm.Recipe:
         raise typer.BadParameter(str(error).strip("\"'"), param_hint="--recipe") from None
 
 
-@app.command()
+@app.command(short_help="Measure each layer on this GPU: what pays, sparse or dense.")
 def plan(
     model: Annotated[
         str, typer.Argument(help="A shape of nmsparse bench (such as llama-8b), or a transformers model or folder.")
@@ -130,7 +131,7 @@ def plan(
     typer.echo(made.to_json() if as_json else str(made))
 
 
-@app.command()
+@app.command(short_help="Measure this GPU: kernels, products, layers, steps.")
 def bench(
     suites: Annotated[list[str] | None, typer.Argument(help="kernels, products, layer, steps; all of them by default.")] = None,
     models: Annotated[list[str] | None, typer.Option("--model", help="Shapes for the steps; repeat for several.")] = None,
@@ -154,7 +155,7 @@ def bench(
         run_suites(chosen, record, seconds, turns, shapes)
 
 
-@app.command()
+@app.command(short_help="Write a model for others: dense, packed or ONNX.")
 def export(
     source: Annotated[Path, typer.Argument(help="A run's folder, a transformers folder, or a safetensors file or folder.")],
     target: Annotated[Path, typer.Argument(help="Folder to write; with --format onnx, the file.")],
@@ -178,7 +179,7 @@ def export(
     typer.echo(json.dumps(facts) if as_json else f"{target}: {form}, {kept}, {size:,} bytes, {how}")
 
 
-@app.command()
+@app.command(short_help="Check the N:M pattern of any checkpoint.")
 def verify(
     path: Annotated[Path, typer.Argument(help="A .safetensors file, a folder with one or more, or a run's folder.")],
     pattern: Annotated[str | None, typer.Option(help="N:M to check; by default what sparsity.json says, else 2:4.")] = None,
@@ -232,7 +233,7 @@ def _config(file: Path | None, settings: dict[str, Any]) -> TrainConfig:
     return TrainConfig.from_dict((TrainConfig.read(file) if file else {}) | settings, "these settings")
 
 
-@app.command()
+@app.command(short_help="List what can be learned, and the models that fit.")
 def tasks(as_json: Json = False) -> None:
     """List what can be learned, and the models that fit."""
     from nmsparse.workbench.models import models as all_models
@@ -257,7 +258,7 @@ def tasks(as_json: Json = False) -> None:
         typer.echo(f"{row['name']:16} {row['kind']:12} {where:11} {row['summary']}; models: {', '.join(row['models'])}")
 
 
-@app.command()
+@app.command(short_help="Train one model with one recipe.")
 @takes_settings()
 def train(
     *,
@@ -299,7 +300,7 @@ def train(
     typer.echo(f"{result['non_zero']:.1%} of the weights of sparse layers are non-zero; model and records are in {folder}")
 
 
-@app.command()
+@app.command(short_help="Train several recipes and seeds side by side, and report.")
 @takes_settings(without=("recipe", "pattern", "options"))
 def compare(
     candidates: Annotated[
@@ -350,7 +351,7 @@ def compare(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(short_help="Write one self-contained HTML page about runs.")
 def report(
     paths: Annotated[list[Path], typer.Argument(help="Folders that nmsparse train or compare wrote.")],
     output: Annotated[Path, typer.Option(help="The HTML file; two CSV files go beside it.")] = Path("report.html"),
@@ -368,9 +369,9 @@ def report(
         typer.echo(f"report: {files.html}")
 
 
-@app.command()
+@app.command(short_help="Test a paper's claim over several seeds.")
 def reproduce(
-    claim: Annotated[str | None, typer.Argument(help="Claim by name; without one they are listed.")] = None,
+    claim: Annotated[str | None, typer.Argument(help="Claim by name, or all of them: all; without one they are listed.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder with data sets; by default $NMSPARSE_DATA.")] = None,
     seeds: Annotated[int, typer.Option(min=1, max=10, help="Seeds of every contender; at least 3 to say anything.")] = 3,
     scale: Annotated[
@@ -402,17 +403,20 @@ def reproduce(
         for known in room.CLAIMS.values():
             typer.echo(f"{known.name:12} {known.says} Experiments: {', '.join(e.name for e in known.experiments)}.")
         return
-    chosen = _check_names("CLAIM", [claim] if claim else [], room.CLAIMS)
+    chosen = list(room.CLAIMS) if claim == "all" else _check_names("CLAIM", [claim] if claim else [], room.CLAIMS)
     failed: dict[str, str] = {}
+    outcomes: list[dict[str, Any]] = []
+    until = None if max_minutes is None else time.monotonic() + 60 * max_minutes
     with _in_words():
-        if dry_run:
-            study = room.Study(room.CLAIMS[chosen[0]], scale, room.Ledger(results), room.device_name(), only or ())
-            room.print_plan(study, seeds)
-            return
-        if not report:
+        if only and claim == "all":
+            raise ValueError("--only names experiments of one claim; leave it out for all claims.")
+        for name in [] if report else chosen:
+            if dry_run:
+                room.print_plan(room.Study(room.CLAIMS[name], scale, room.Ledger(results), room.device_name(), only or ()), seeds)
+                continue
             with study_progress(quiet=as_json) as listen:
                 study, progress = room.reproduce(
-                    room.CLAIMS[chosen[0]],
+                    room.CLAIMS[name],
                     results,
                     scale=scale,
                     seeds=seeds,
@@ -420,16 +424,16 @@ def reproduce(
                     data_dir=data_dir,
                     folder=runs,
                     jobs=jobs,
-                    minutes=max_minutes,
+                    minutes=None if until is None else max(0.0, (until - time.monotonic()) / 60),
                     listen=listen,
                 )
-            failed = progress.failed
-            if as_json:
-                left = {"left": progress.left, "failed": failed}
-                typer.echo(json.dumps(room.to_dict(study, study.claim) | left))
-            else:
+            failed |= progress.failed
+            outcomes.append(room.to_dict(study, study.claim) | {"left": progress.left, "failed": progress.failed})
+            if not as_json:
                 room.print_outcome(study, progress)
-        if report or scale == "small":
+        if as_json and outcomes:
+            typer.echo(json.dumps(outcomes if claim == "all" else outcomes[0]))
+        if not dry_run and (report or scale == "small"):
             page = room.write_results(results, scale)
             if not as_json:
                 typer.echo(f"results: {page}")

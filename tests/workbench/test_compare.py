@@ -20,6 +20,7 @@ from nmsparse.cli import app
 from nmsparse.workbench import compare as compare_module
 from nmsparse.workbench.compare import Candidate, Job, run_study, study
 from nmsparse.workbench.records import RunRecord, find_runs
+from nmsparse.workbench.reproduce import CLAIMS
 from nmsparse.workbench.training import TrainConfig
 
 TINY: dict[str, Any] = {
@@ -230,6 +231,9 @@ def test_claims_are_listed_planned_and_refused_by_name(tmp_path: Path) -> None:
     planned = nmsparse("reproduce", "s-ste", "--scale", "toy", "--dry-run", folder=tmp_path)
     assert planned.returncode == 0, planned.stderr
     assert "runs to do" in planned.stdout
+    everything = nmsparse("reproduce", "all", "--scale", "toy", "--max-minutes", "0", "--json", folder=tmp_path)
+    assert [outcome["claim"] for outcome in json.loads(everything.stdout)] == list(CLAIMS)
+    assert nmsparse("reproduce", "all", "--only", "vit").returncode == 2
     wrong = nmsparse("reproduce", "s-ste2")
     assert wrong.returncode == 2
     assert "s-ste2" in wrong.stderr
