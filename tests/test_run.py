@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import nn
 from toys import make_data, make_net, same, start, train
 
 import nmsparse as nm
+from nmsparse._tensor_cores import _tell_once
 from nmsparse.functional import magnitude_mask
+from nmsparse.run import run_of
 
 
 def decayed(
@@ -405,7 +408,7 @@ def test_resuming_with_another_seed_or_length_is_refused() -> None:
 def test_each_rank_draws_its_own_numbers_after_loading_a_file_of_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     counters = {}
     for rank in (0, 1):
-        monkeypatch.setattr("nmsparse.run._rank", lambda rank=rank: rank)
+        monkeypatch.setattr("nmsparse.run.rank", lambda rank=rank: rank)
         model, optimizer, run = start("s-ste", {})
         train(model, optimizer, 3, make_data())
         model(make_data()[0])  # one micro-batch into the next update
@@ -424,3 +427,156 @@ def test_saved_state_does_not_change_as_training_goes_on() -> None:
     before = saved["optimizers"][0]["memory"]["samples"].clone()
     train(model, optimizer, 2, make_data())
     assert torch.equal(saved["optimizers"][0]["memory"]["samples"], before)
+
+
+# ---- wrappers and models that go behind the run's back ----
+
+
+def flatten_masters(optimizer: torch.optim.Optimizer) -> None:
+    """What DeepSpeed's ZeRO-1 and ZeRO-2 make of an optimizer that they are given."""
+    for group in optimizer.param_groups:
+        group["params"] = [nn.Parameter(torch.cat([p.detach().flatten() for p in group["params"]]))]
+
+
+@pytest.mark.parametrize(("name", "words"), [("sr-ste", "or call reshard"), ("ste", "ste also trains without run.attach")])
+def test_flat_copies_in_the_optimizer_are_told_at_the_first_update(name: str, words: str) -> None:
+    model, optimizer, run = start(name, {})
+    flatten_masters(optimizer)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match=rf"embed\.weight was among .* this AdamW .*DeepSpeed ZeRO-1.*fully_shard.*{words}"):
+        train(model, optimizer, 1, make_data())
+    assert run.step == 0
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_flat_copies_are_told_by_attach() -> None:
+    model = make_net()
+    run = nm.sparsify_(model, nm.SRSTE("2:4"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    flatten_masters(optimizer)
+    with pytest.raises(ValueError, match=r"updates none of the run's 5 sparse layers.*wrapper.*DeepSpeed's ZeRO.*FSDP2"):
+        run.attach(optimizer)
+
+
+@pytest.mark.parametrize("attaches_first", [True, False])
+def test_flattened_weights_are_told(attaches_first: bool) -> None:
+    """FSDP1 with use_orig_params=True: the parameters stay, and their data become pieces of a flat one."""
+    model = make_net()
+    run = nm.sparsify_(model, nm.SRSTE("2:4"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if attaches_first:
+        run.attach(optimizer)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.flatten()[: parameter.numel() // 2]
+        parameter.grad = torch.zeros_like(parameter)
+    words = r"embed\.weight was \(32, 16\) at conversion and is \(256,\) now.*FSDP1.*ZeRO-3.*fully_shard"
+    with pytest.raises(ValueError, match=words):
+        optimizer.step() if attaches_first else run.attach(optimizer)
+
+
+def test_layer_that_joins_the_optimizer_after_attach_is_told() -> None:
+    model = make_net()
+    run = nm.sparsify_(model, nm.STE("2:4"))
+    optimizer = torch.optim.SGD(model.blocks.parameters(), lr=0.1)
+    run.attach(optimizer)
+    optimizer.add_param_group({"params": [*model.embed.parameters()]})
+    with pytest.raises(RuntimeError, match=r"this SGD updates embed \(1 sparse layers in all\) without a clock"):
+        train(model, optimizer, 1, make_data())
+
+
+class Bypassing(nn.Module):
+    """Reads the weights of two layers without calling them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.linear(x, self.first.weight, self.first.bias).relu()
+        return self.head(self.third(nn.functional.linear(x, self.second.weight).relu()))
+
+
+def test_layers_that_are_never_called_are_told_once() -> None:
+    model = Bypassing()
+    run = nm.sparsify_(model, nm.STE("2:4"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.attach(optimizer)
+    with pytest.warns(UserWarning, match=r"^first, second: the weight got a gradient, but .*never called.*exclude="):
+        train(model, optimizer, 1, make_data())
+    train(model, optimizer, 1, make_data())  # a second warning would be an error
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler, which looks
+def test_layers_that_share_compiled_code_count_as_called() -> None:
+    model, optimizer, _ = start("ste", {})
+    torch._dynamo.reset()
+    for block in model.blocks:
+        block.compile(backend="eager", fullgraph=True)
+    train(model, optimizer, 2, make_data())  # no warning
+
+
+class OwnRate(torch.optim.SGD):
+    """As transformers' Adafactor, which finds its own learning rate and keeps None."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad, alpha=0.1)
+
+
+def test_optimizer_without_a_learning_rate_is_followed() -> None:
+    model = make_net()
+    run = nm.sparsify_(model, nm.SRSTE("2:4"))
+    optimizer = OwnRate(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = None
+    run.attach(optimizer)
+    train(model, optimizer, 2, make_data())
+    assert run.step == 2
+
+
+def test_decay_on_weights_demands_a_learning_rate() -> None:
+    model = make_net()
+    run = nm.sparsify_(model, nm.SRSTE("2:4", decay_on="weight"))
+    optimizer = OwnRate(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = None
+    with pytest.raises(ValueError, match=r'decay_on="weight" shrinks weights by lr .* OwnRate has no "lr"'):
+        run.attach(optimizer)
+    assert run.optimizers == []
+
+
+# ---- what a run leaves behind for evaluation ----
+
+
+def test_layers_can_be_restored_without_an_optimizer() -> None:
+    model, optimizer, run = start("asp", {"start": 2})
+    train(model, optimizer, 4, make_data())
+    nm.sparsify_(fresh := make_net(seed=1), run.recipe)
+    fresh_run = run_of(fresh)
+    assert fresh_run is not None
+    fresh.load_state_dict(model.state_dict())
+    with torch.no_grad():  # as if the mask were not the largest any more
+        next(iter(run._layers.values())).state["mask"].logical_not_()
+    fresh_run.load_layers(run.state_dict())
+    assert fresh_run.step == 0
+    assert torch.equal(nm.effective_weight(fresh.embed), nm.effective_weight(model.embed))
+    with pytest.raises(ValueError, match="the saved run used"):
+        nm.sparsify_(make_net(), nm.STE("2:4")).load_layers(run.state_dict())
+
+
+# ---- logging ----
+
+
+def test_programs_that_configure_no_logging_see_warnings() -> None:
+    """A NullHandler, as libraries often have, would hide that all products run emulated."""
+    assert not logging.getLogger("nmsparse").handlers
+
+
+def test_first_rank_alone_tells_that_products_are_emulated(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for rank, lines in ((1, 0), (0, 1)):
+        _tell_once.cache_clear()
+        monkeypatch.setattr("nmsparse._tensor_cores.rank", lambda rank=rank: rank)
+        start("ste", {})
+        assert caplog.text.count("all products run emulated") == lines

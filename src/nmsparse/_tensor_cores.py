@@ -16,7 +16,7 @@ import torch
 
 from nmsparse._update import LayerHandle
 from nmsparse.kernels import trusts_layout
-from nmsparse.nn import SparseProducts, obstacles
+from nmsparse.nn import SparseProducts, obstacles, rank
 from nmsparse.recipes import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Clock, Recipe
 
 logger = logging.getLogger("nmsparse")
@@ -261,7 +261,7 @@ class TensorCores:
         return {product: reason or (SPARSE if flags[product] else dense_now) for product, reason in sparse.reasons.items()}
 
     def _tell(self, layers: Sequence[LayerHandle]) -> None:
-        """One warning per process and reason where nothing runs on tensor cores."""
+        """One warning per run of a program and reason where nothing runs on tensor cores: the ranks would all say the same."""
         reasons = [reason for handle in layers if handle.layer.sparse for reason in handle.layer.sparse.reasons.values()]
-        if reasons and all(reasons):
+        if reasons and all(reasons) and rank() == 0:
             _tell_once(str(reasons[0]))

@@ -22,9 +22,31 @@ from torch import Tensor, nn
 
 from nmsparse._saved import copied, describe, from_saved, to_saved
 from nmsparse._tensor_cores import Rule, TensorCores, Verdict
-from nmsparse._update import FiniteCheck, LayerHandle, OptimizerUpdate, fill, is_rehearsal
+from nmsparse._update import (
+    FiniteCheck,
+    LayerHandle,
+    OptimizerUpdate,
+    check_left_out,
+    check_shapes,
+    check_updated,
+    fill,
+    is_rehearsal,
+    parameters_of,
+    warn_of_bypass,
+)
 from nmsparse.functional import hash_integers, wrap_int32
-from nmsparse.nn import Layer, Permuted, RemovedWithSparsity, SparseModule, Targets, convert_, layer_of
+from nmsparse.nn import (
+    Layer,
+    Permuted,
+    RemovedWithSparsity,
+    SparseModule,
+    Targets,
+    convert_,
+    layer_of,
+    rank,
+    ranks,
+    reshard,
+)
 from nmsparse.recipes import Clock, Recipe, recipe_info
 
 VERSION = 1
@@ -83,6 +105,8 @@ class _BeforeForward(RemovedWithSparsity):
         self.recipe = recipe
         self.permuted = permuted
         self.run: Run | None = None
+        self.was_called = False
+        """Gradients come from the model, in Python: nobody has computed them by hand."""
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy (deepcopy, pickle) of the model belongs to no run."""
@@ -95,8 +119,10 @@ class _BeforeForward(RemovedWithSparsity):
 
     def move_on(self) -> None:
         """The next micro-batch of this rank: the ranks take turns, so that what is drawn does not depend on their number."""
+        if not torch.compiler.is_compiling():
+            self.was_called = True
         if self.recipe.is_random:
-            torch._foreach_add_([layer.state["counter"] for layer in self.layers], _ranks())
+            torch._foreach_add_([layer.state["counter"] for layer in self.layers], ranks())
 
     def undo(self) -> None:
         self.permuted.undo_()
@@ -122,6 +148,8 @@ class _Attachment:
     finite: FiniteCheck = field(default_factory=FiniteCheck)
     hooks: list[Any] = field(default_factory=list)
     """Handles of the optimizer's hooks."""
+    is_checked: bool = False
+    """At its first update the optimizer was seen to update these layers."""
 
     @property
     def clock(self) -> Clock:
@@ -150,6 +178,7 @@ class Run:
         """Layers (or products of layers) that stayed dense: name to reason."""
         self.seed = seed
         self._layers = {name: LayerHandle(name, module, layer_of(module)) for name, module in modules.items()}
+        self._model = model
         self._hook = _BeforeForward([handle.layer for handle in self._layers.values()], recipe, permuted)
         self._attachments: list[_Attachment] = []
         self._tensor_cores = TensorCores(recipe, verdict)
@@ -223,12 +252,16 @@ class Run:
         """
         optimizer = _unwrap(optimizer)
         self._check_attachable(optimizer, total_steps, stats_every)
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        layers = [handle for handle in self._layers.values() if handle.is_live and id(handle.parameter) in owned]
+        reshard(self._model)  # after a forward pass FSDP2 leaves whole weights in some modules, which no optimizer knows
+        live = [handle for handle in self._layers.values() if handle.is_live]
+        check_shapes(live)
+        owned = parameters_of(optimizer)
+        layers = [handle for handle in live if id(handle.parameter) in owned]
         if not layers:
             raise ValueError(
                 f"this {type(optimizer).__name__} updates none of the run's {len(self._layers)} sparse layers: build it "
-                "from model.parameters() after sparsify_."
+                "from model.parameters() after sparsify_, and after any wrapper that replaces parameters (fully_shard does). "
+                "DeepSpeed's ZeRO optimizers update flat copies: use fully_shard (FSDP2) or DDP instead."
             )
         for other in self._attachments:
             shared = next((layer.name for layer in layers if layer in other.layers), None)
@@ -345,12 +378,26 @@ class Run:
         if is_rehearsal(attachment.optimizer, layers):
             attachment.is_running = False
             return
+        if not attachment.is_checked:
+            self._check_first_update(attachment)
         update = self._update(attachment)
         self._tensor_cores.check_fresh(layers)
         self._check_gradients(attachment)
         self.recipe.before_update(update)
         if self._is_measured(attachment):
             attachment.masks = update.masks()
+
+    def _check_first_update(self, attachment: _Attachment) -> None:
+        """By now every wrapper is there: what they made of the layers that were attached, and of those that were not."""
+        layers = attachment.live_layers
+        check_shapes(layers)
+        check_updated(attachment.optimizer, layers, self.recipe)
+        attached = {layer.name for other in self._attachments for layer in other.layers}
+        others = [handle for name, handle in self._layers.items() if handle.is_live and name not in attached]
+        check_left_out(attachment.optimizer, others)
+        if self._hook.was_called:
+            warn_of_bypass(layers)
+        attachment.is_checked = True
 
     def _check_gradients(self, attachment: _Attachment) -> None:
         if attachment.check_finite is False:
@@ -435,7 +482,7 @@ class Run:
         layers = {name: {key: to_saved(value) for key, value in handle.state.items()} for name, handle in self._layers.items()}
         for name, saved in layers.items():
             if "counter" in saved:  # as micro-batches since the last update, which is the same on every rank
-                saved["counter"] = (saved["counter"] - self._counter_start(name)) // _ranks()
+                saved["counter"] = (saved["counter"] - self._counter_start(name)) // ranks()
         # a tuple, which torch's distributed checkpoints save as one value: of a dict they restore only the keys that a new run
         # has, and what a recipe remembers grows while it trains
         optimizers = tuple(
@@ -468,27 +515,30 @@ class Run:
             device = attachment.layers[0].parameter.device
             attachment.memory.update({key: copied(value, device) for key, value in saved["memory"].items()})
             attachment.scheduled.clear()
-        for name, saved in state["layers"].items():
-            own = self._layers[name].state
-            for key, value in saved.items():
-                own[key].copy_(from_saved(value, own[key]))
-            if "counter" in own:
-                own["counter"].mul_(_ranks()).add_(self._counter_start(name))
+        self._copy_layers(state)
         for attachment in self._attachments:
             self._tensor_cores.engage(attachment.live_layers, attachment.clock, attachment.memory)
         self._hook.permuted.moves[:] = [(name, dim, copied(order)) for name, dim, order in state["permuted"]]
         self._flips = {name: copied(rate) for name, rate in state.get("flips", {}).items()}
 
+    @torch.no_grad()
+    def load_layers(self, state: dict[str, Any]) -> None:
+        """Of :meth:`state_dict`, what evaluation needs beside the weights: the masks and scales of the layers. The clock stays as
+        it is, and no optimizer need be attached; a run that goes on training takes :meth:`load_state_dict`."""
+        self._check_same_model(state)
+        self._copy_layers(state)
+        self.refresh()
+
+    def _copy_layers(self, state: dict[str, Any]) -> None:
+        for name, saved in state["layers"].items():
+            own = self._layers[name].state
+            for key, value in saved.items():
+                own[key].copy_(from_saved(value, own[key]))
+            if "counter" in own:
+                own["counter"].mul_(ranks()).add_(self._counter_start(name))
+
     def _check_loadable(self, state: dict[str, Any]) -> None:
-        if state.get("version") != VERSION:
-            raise ValueError(f"this run state has version {state.get('version')!r}; this nmsparse reads version {VERSION}.")
-        if state["recipe"] != describe(self.recipe):
-            raise ValueError(
-                f"the saved run used {state['recipe']}, this one uses {describe(self.recipe)}: build the same recipe to "
-                "continue it."
-            )
-        if state["seed"] != self.seed:
-            raise ValueError(f"the saved run used seed {state['seed']}, this one {self.seed}: pass the same seed to sparsify_.")
+        self._check_same_model(state)
         if len(state["optimizers"]) != len(self._attachments):
             raise ValueError(
                 f"the saved run had {len(state['optimizers'])} attached optimizers, this one has {len(self._attachments)}: "
@@ -500,6 +550,17 @@ class Run:
                     f"the saved run planned {saved['total_steps']} updates, this one {attachment.total_steps}, and the schedule "
                     f"of {self.recipe.name} follows that number: attach with the same total_steps."
                 )
+
+    def _check_same_model(self, state: dict[str, Any]) -> None:
+        if state.get("version") != VERSION:
+            raise ValueError(f"this run state has version {state.get('version')!r}; this nmsparse reads version {VERSION}.")
+        if state["recipe"] != describe(self.recipe):
+            raise ValueError(
+                f"the saved run used {state['recipe']}, this one uses {describe(self.recipe)}: build the same recipe to "
+                "continue it."
+            )
+        if state["seed"] != self.seed:
+            raise ValueError(f"the saved run used seed {state['seed']}, this one {self.seed}: pass the same seed to sparsify_.")
         if set(state["layers"]) != set(self._layers):
             odd = sorted(set(state["layers"]) ^ set(self._layers))
             raise ValueError(
@@ -522,24 +583,12 @@ def _unwrap(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if _is_distributed() else 0
-
-
-def _ranks() -> int:
-    return torch.distributed.get_world_size() if _is_distributed() else 1
-
-
 def _first_counter(seed: int, step: int) -> int:
     """The random counter of a rank before its first micro-batch of an update.
 
     Micro-batch i of rank r is number i * ranks + r of the update: two ranks draw what one draws that accumulates the same two.
     """
-    return wrap_int32(hash_integers(seed, step, 0) + 1 + _rank() - _ranks())
+    return wrap_int32(hash_integers(seed, step, 0) + 1 + rank() - ranks())
 
 
 def _totals(layers: dict[str, dict[str, Any]]) -> dict[str, Any]:

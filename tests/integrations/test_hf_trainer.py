@@ -423,3 +423,16 @@ def test_checkpoint_in_the_middle_of_training_has_stock_keys(tmp_path: Path) -> 
     model, info = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "checkpoint-6", output_loading_info=True)
     assert same(model, trainer.model)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+class NamedCallback(SparsityCallback):
+    """A user's subclass: the Trainer keys its state by this name."""
+
+
+def test_subclass_of_the_callback_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recipe = nm.ASP("2:4", start=2)
+    make_trainer(tmp_path, NamedCallback(recipe), save_strategy="steps", save_steps=3).train()
+    callback = NamedCallback(recipe)
+    make_trainer(tmp_path, callback).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert callback.run.step == 6
+    assert "was written without" not in caplog.text

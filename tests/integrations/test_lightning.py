@@ -216,14 +216,53 @@ def test_a_submodule_can_be_named(tmp_path: Path) -> None:
     assert "blocks.0.up" in callback.run.layers
 
 
-def test_evaluation_converts_nothing(tmp_path: Path) -> None:
-    class Checked(Task):
-        def test_step(self, batch: list[Tensor], index: int) -> None:
-            self.training_step(batch, index)
+class Evaluated(Task):
+    """Logs its loss in evaluation."""
 
-    task, callback = Checked(), SparsityCallback(nm.STE("2:4"))
-    trainer(callback, tmp_path, 1).test(task, loader(), verbose=False)
-    assert callback.run is None
+    def test_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("loss", self.training_step(batch, index))
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.test_step(batch, index)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return loader()
+
+
+@pytest.mark.parametrize("stage", ["test", "validate"])
+@pytest.mark.parametrize(
+    ("name", "options"), [("sr-ste", {}), ("s-ste", {}), ("fst", {"refresh": 100, "dense_tail": 0.0}), ("asp", {"start": 2})]
+)
+def test_a_fresh_process_evaluates_what_was_trained(name: str, options: dict[str, Any], stage: str, tmp_path: Path) -> None:
+    """A checkpoint holds the dense weights; masks that are older than these, and scales, come with the callback."""
+    recipe = nm.recipe(name, "2:4", **options)
+    task, callback = Evaluated(recipe), SparsityCallback(recipe)
+    trained = trainer(callback, tmp_path, 2)
+    trained.fit(task, loader())
+    trained.save_checkpoint(tmp_path / "last.ckpt")
+    expected = getattr(trained, stage)(task, loader(), verbose=False)
+
+    fresh, callback = Evaluated(recipe), SparsityCallback(recipe)
+    evaluated = trainer(callback, tmp_path, 2)
+    found = getattr(evaluated, stage)(fresh, loader(), ckpt_path=tmp_path / "last.ckpt", verbose=False, weights_only=True)
+    assert found == expected
+    assert callback.run is not None
+    assert callback.run.step == 0
+    with torch.no_grad():
+        dense = sum(float(nm.densify_(fresh).training_step(batch, 0)) for batch in loader()) / len(loader())
+    if name != "asp":  # which prunes the weights themselves
+        assert found[0]["loss"] != pytest.approx(dense, rel=1e-4)
+
+
+def test_evaluation_leaves_a_frozen_model_as_it_is(tmp_path: Path) -> None:
+    recipe = nm.SRSTE("2:4")
+    task, callback = Evaluated(recipe), SparsityCallback(recipe)
+    trained = trainer(callback, tmp_path, 1)
+    trained.fit(task, loader())
+    expected = trained.test(task, loader(), verbose=False)
+    nm.freeze_(task)
+    assert trained.test(task, loader(), verbose=False) == expected
+    assert type(task.net.embed) is nn.Linear
 
 
 class Half(Task):

@@ -19,7 +19,7 @@ first, and a layer then breaks the ties that rounding made.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._mode_utils import no_dispatch
 
 from nmsparse.functional import magnitude_mask, soft_threshold
-from nmsparse.nn import SparseModule, is_sharded, sparse_modules
+from nmsparse.nn import RemovedWithSparsity, SparseMixin, SparseModule, is_sharded, sparse_modules
 from nmsparse.pattern import Pattern
 from nmsparse.recipes import OUTPUT, Recipe
 
@@ -57,10 +57,11 @@ def compressed_all_gather(model: nn.Module, dtype: torch.dtype | None = None) ->
     if len(plain) == len(layers):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(plain.items())[:4])
         raise ValueError(f"no sparse layer of this model can travel packed: {reasons}.")
-    for name, module in layers.items():
-        if name not in plain:
-            courier = Courier(name, module._nmsparse.recipe, module.view_weight, tuple(module.weight.shape), dtype)
-            module.weight = nn.Parameter(PackedShard.of(module.weight.detach(), courier), module.weight.requires_grad)
+    packed = {name: module for name, module in layers.items() if name not in plain}
+    for name, module in packed.items():
+        courier = Courier(name, module._nmsparse.recipe, module, tuple(module.weight.shape), dtype)
+        module.weight = nn.Parameter(PackedShard.of(module.weight.detach(), courier), module.weight.requires_grad)
+    model.register_forward_pre_hook(_TravelsWhole(list(packed.values())))
     return plain
 
 
@@ -102,8 +103,8 @@ class Courier:
 
     name: str
     recipe: Recipe
-    view: Callable[[Tensor], Tensor]
-    """From the stored weight to (O, ..., I)."""
+    module: SparseModule
+    """Whose weight it is."""
     shape: tuple[int, ...]
     """Of the whole weight, as stored."""
     dtype: torch.dtype | None
@@ -112,13 +113,18 @@ class Courier:
     def pattern(self) -> Pattern:
         return self.recipe.pattern
 
+    @property
+    def is_needed(self) -> bool:
+        """The layer is sparse; after ``densify_`` or ``freeze_`` its weight travels whole."""
+        return isinstance(self.module, SparseMixin)
+
     def pack(self, rows: Tensor, padded_rows: int) -> tuple[Tensor, Tensor]:
         """Values and places of a rank's rows and of zeros below them, as many as the longest shard has.
 
         Both are (lines, ...), where a line is a row or, of a convolution, one tap of it.
         """
         padded = torch.cat([rows, rows.new_zeros(padded_rows - len(rows), *rows.shape[1:])])
-        lines = self.view(padded).flatten(0, -2)
+        lines = self.module.view_weight(padded).flatten(0, -2)
         wide = lines.float() if lines.dtype in (torch.bfloat16, torch.float16) else lines
         packing = self.recipe.packing
         assert packing is not None, "checked when the model was prepared"
@@ -131,7 +137,7 @@ class Courier:
 
     def unpack(self, values: Tensor, places: Tensor, out: Tensor) -> None:
         """Write the whole weight into ``out``."""
-        view = self.view(out)
+        view = self.module.view_weight(out)
         lines = view.shape[:-1].numel()
         groups = view.shape[-1] // self.pattern.m
         values, places = values[:lines], _from_bytes(places[:lines], _bits(self.pattern), groups * self.pattern.n)
@@ -208,7 +214,8 @@ class PackedShard(Tensor):
         return torch.ops.aten.alias(self.detach())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedShard:
-        copied = PackedShard.of(self.plain.clone(), self.courier, self.padded_rows)
+        courier = replace(self.courier, module=memo.get(id(self.courier.module), self.courier.module))
+        copied = PackedShard.of(self.plain.clone(), courier, self.padded_rows)
         return cast(PackedShard, nn.Parameter(copied, self.requires_grad)) if isinstance(self, nn.Parameter) else copied
 
     def __reduce_ex__(self, proto: Any) -> Any:
@@ -217,6 +224,7 @@ class PackedShard(Tensor):
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., Any]:
+        self._check_needed()
         # FSDP2 counts the arguments, and lets a shard with fewer rows than others send something of another size only by the
         # shorter signature
         return self._send_short if self.shape[0] != self.padded_rows else self._send
@@ -230,7 +238,17 @@ class PackedShard(Tensor):
         with torch.no_grad():
             return self.courier.pack(self.plain, self.padded_rows), None
 
-    def fsdp_post_all_gather(
+    @property
+    def fsdp_post_all_gather(self) -> Callable[..., Any]:
+        self._check_needed()
+        return self._receive
+
+    def _check_needed(self) -> None:
+        """FSDP2 takes a shard without these two attributes for an ordinary tensor."""
+        if not self.courier.is_needed:
+            raise AttributeError(f"{self.courier.name} is not sparse any more, so its weight travels whole.")
+
+    def _receive(
         self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The whole weight: a new tensor at first, written in place afterwards."""
@@ -262,3 +280,36 @@ KEEPS_SHARD = frozenset(
     )
 )
 """``slice`` is what ``narrow`` calls."""
+
+
+# ---- the way back ----
+
+
+class _TravelsWhole(RemovedWithSparsity):
+    """Goes with ``densify_`` and ``freeze_``: FSDP2 keeps the buffers of the first all-gather, too small for whole weights."""
+
+    def __init__(self, layers: list[SparseModule]) -> None:
+        self.layers = layers
+
+    def check_removable(self, model: nn.Module) -> None:
+        known = {id(param._module_info.module) for param in _fsdp_params(model)}
+        lost = [layer for layer in self.layers if not isinstance(layer.weight, PackedShard) and id(layer) not in known]
+        if lost:
+            raise ValueError(
+                f"{lost[0]._nmsparse.name}.weight travels packed and was sharded with a module outside of this "
+                f"{type(model).__name__}: give densify_ or freeze_ the outermost module that fully_shard was called on."
+            )
+
+    def removed(self, model: nn.Module) -> None:
+        for param in _fsdp_params(model):
+            if isinstance(param._sharded_local_tensor, PackedShard):
+                param.all_gather_outputs.clear()
+                param._unsharded_inner_tensors = ()
+                param.__dict__.pop("_unsharded_param", None)
+
+
+def _fsdp_params(model: nn.Module) -> list[Any]:
+    """FSDP2's records of the parameters that it shards; torch has no public name for them."""
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+    return [param for group in groups for param in group.fsdp_params]

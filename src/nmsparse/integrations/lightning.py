@@ -3,9 +3,9 @@
     trainer = Trainer(callbacks=[SparsityCallback(nm.SSTE("2:4"))])
     trainer.fit(module)
 
-The model is converted in ``setup``, before the strategy wraps it; the clock is put on the optimizers when training starts, after
-Lightning has restored them. Lightning computes gradients in a closure inside ``optimizer.step``, clipping included; the run
-waits for that closure. Tested on one device and with DDP. Not tested: Lightning's FSDP and DeepSpeed strategies.
+The model is converted in ``setup``, before the strategy wraps it, for evaluation too; the clock is put on the optimizers when
+training starts, after Lightning has restored them. Lightning computes gradients in a closure inside ``optimizer.step``, with
+clipping; the run waits for that closure. Tested on one device and with DDP; Lightning's FSDP and DeepSpeed strategies are not.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ class SparsityCallback(Callback):
     # ---- converting and attaching ----
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
+        """Whatever the stage: a checkpoint holds dense weights, and evaluation sees what the layers make of them."""
+        if stage != "fit" and self.run is not None:
+            return  # what became of the model since (freeze_, densify_) is as the user wants it
         if not any(True for _ in pl_module.parameters()):
             logger.info("nmsparse: the model has no parameters yet; call SparsityCallback.convert(self) in configure_model.")
             return
@@ -116,21 +117,40 @@ class SparsityCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Weights and optimizers are restored by now, in every strategy."""
+        run = self._converted(pl_module)
+        state = self._saved or (run.state_dict() if self._attached else None)
+        for optimizer in self._attached:  # those of an earlier fit
+            run.detach(optimizer)
+        self._attached = self._owners(trainer, run)
+        total = self.total_steps or _estimated_steps(trainer)
+        for optimizer in self._attached:
+            run.attach(optimizer, total_steps=total, stats_every=self.stats_every)
+        if state is not None:
+            run.load_state_dict(state)
+        self._saved = None
+
+    def _converted(self, pl_module: LightningModule) -> Run:
         if self.run is None:
             raise RuntimeError(
                 f"{type(pl_module).__name__} had no parameters when Lightning set it up, so it is still dense: call the "
                 "callback's convert(self) at the end of configure_model."
             )
-        state = self._saved or (self.run.state_dict() if self._attached else None)
-        for optimizer in self._attached:  # those of an earlier fit
-            self.run.detach(optimizer)
-        self._attached = self._owners(trainer, self.run)
-        total = self.total_steps or _estimated_steps(trainer)
-        for optimizer in self._attached:
-            self.run.attach(optimizer, total_steps=total, stats_every=self.stats_every)
-        if state is not None:
-            self.run.load_state_dict(state)
-        self._saved = None
+        return self.run
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._restore_layers(pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._restore_layers(pl_module)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._restore_layers(pl_module)
+
+    def _restore_layers(self, pl_module: LightningModule) -> None:
+        """The masks and scales that belong to the weights of a checkpoint; its clock waits for a fit."""
+        run = self._converted(pl_module)
+        if self._saved is not None:
+            run.load_layers(self._saved)
 
     @staticmethod
     def _owners(trainer: Trainer, run: Run) -> list[torch.optim.Optimizer]:

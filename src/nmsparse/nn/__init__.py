@@ -11,6 +11,7 @@ from nmsparse.nn._convert import (
     freeze_,
     keep_forwards_,
     layer_sizes,
+    reshard,
     sparse_modules,
 )
 from nmsparse.nn._layer import Layer
@@ -27,7 +28,7 @@ from nmsparse.nn._modules import (
 )
 from nmsparse.nn._packed import PackedLinear, PackedMixin, pack_, packed_class, unpack_, unpack_all_
 from nmsparse.nn._permute import Permuted, permute_channels_
-from nmsparse.nn._sharded import held, is_sharded, splits_rows, spread, sum_over_shards, whole
+from nmsparse.nn._sharded import held, is_sharded, rank, ranks, splits_rows, spread, sum_over_shards, whole
 from nmsparse.nn._sparse import SparseProducts, obstacles
 from nmsparse.nn._targets import Targets
 from nmsparse.nn._targets import select as select_layers
@@ -61,6 +62,9 @@ __all__ = [
     "pack_",
     "packed_class",
     "permute_channels_",
+    "rank",
+    "ranks",
+    "reshard",
     "select_layers",
     "sparse_modules",
     "splits_rows",

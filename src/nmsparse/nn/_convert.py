@@ -29,8 +29,14 @@ class RemovedWithSparsity:
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Called before every forward of the module."""
 
+    def check_removable(self, model: nn.Module) -> None:
+        """Called with the model that loses its sparsity, before anything changes: raise where the hook must stay."""
+
+    def removed(self, model: nn.Module) -> None:
+        """Called when the hook is gone and the layers of the model are plain."""
+
     def undo(self) -> None:
-        """Called when ``densify_`` removes the hook."""
+        """Called after that by ``densify_``."""
 
 
 class _KeepsForward(RemovedWithSparsity):
@@ -197,8 +203,10 @@ def densify_(model: nn.Module) -> nn.Module:
 
     What ``accelerate_`` packed is a plain layer with its pruned weight again.
     """
+    for _, _, hook in _hooks(model):
+        hook.check_removable(model)
     unpack_all_(model)
-    _reshard(model)
+    reshard(model)
     for hook in _strip(model):
         hook.undo()
     return model
@@ -210,7 +218,9 @@ def freeze_(model: nn.Module) -> nn.Module:
 
     Of a sharded model the shards are baked, and every rank must call this.
     """
-    _reshard(model)
+    for _, _, hook in _hooks(model):
+        hook.check_removable(model)
+    reshard(model)
     for _, module in sparse_modules(model):
         layer = module._nmsparse
         module.weight.copy_(final_weight(module))
@@ -220,7 +230,7 @@ def freeze_(model: nn.Module) -> nn.Module:
     return model
 
 
-def _reshard(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """FSDP2 leaves whole copies in some modules after a forward pass; what is written there would be lost."""
     for module in model.modules():
         if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
@@ -241,9 +251,14 @@ def _strip(model: nn.Module) -> list[RemovedWithSparsity]:
         module.__class__ = _without_sparsity(type(module))  # pyrefly: ignore
         del module._nmsparse
     removed: list[RemovedWithSparsity] = []
-    for module in model.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, RemovedWithSparsity):
-                del module._forward_pre_hooks[key]
-                removed.append(hook)
+    for module, key, hook in _hooks(model):
+        del module._forward_pre_hooks[key]
+        hook.removed(model)
+        removed.append(hook)
     return removed
+
+
+def _hooks(model: nn.Module) -> list[tuple[nn.Module, int, RemovedWithSparsity]]:
+    """The hooks that go with sparsity, with their modules and keys."""
+    hooks = [(module, key, hook) for module in model.modules() for key, hook in module._forward_pre_hooks.items()]
+    return [(module, key, hook) for module, key, hook in hooks if isinstance(hook, RemovedWithSparsity)]

@@ -32,6 +32,10 @@ class Layer:
     """What runs on sparse tensor cores, once an optimizer is attached; None where everything is emulated."""
     awaits_optimizer: bool = False
     """The recipe runs on an optimizer, and none is attached yet."""
+    was_called: bool = False
+    """By a forward pass, in Python: compiled code does not come by here."""
+    was_traced: bool = False
+    """By a compiler, whose code may serve other layers as well."""
     parked: State = field(default_factory=dict)
     """The state while the weight is on the meta device: accelerate shards models there and loads their weights afterwards."""
 
@@ -46,6 +50,14 @@ class Layer:
         if self.recipe.is_random:
             self.state["stream"] = torch.tensor(self.stream, dtype=torch.int32, device=weight.device)
             self.state["counter"] = torch.zeros((), dtype=torch.int32, device=weight.device)
+
+    def note_trace(self) -> bool:
+        """Called while a compiler traces, and then never again: no write, guard or graph break is left in what it compiles."""
+        self.was_traced = True
+        return True
+
+    # what torch.compiler.assume_constant_result sets, which would import the compiler here
+    note_trace._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
 
     def leaves_dense(self, product: str) -> bool:
         """A backward product whose operand is not pruned here: it does not fit, or a dense product is as fast."""

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from nmsparse.nn._conv1d import is_hf_conv1d
 from nmsparse.nn._layer import Layer
 from nmsparse.nn._products import ConvProducts, LinearProducts, forward_weight, wide
-from nmsparse.nn._sharded import spread, whole
+from nmsparse.nn._sharded import is_sharded, part_size, spread, whole
+from nmsparse.recipes import GRAD_INPUT, OUTPUT
 
 
 class SparseMixin:
@@ -68,13 +69,49 @@ class SparseLinear(SparseMixin, nn.Linear):  # pyrefly: ignore[inconsistent-inhe
         return _linear(self, input)
 
 
-def _check_attached(module: SparseMixin) -> None:
+def _begin_call(module: SparseMixin) -> None:
+    """Let the run know that this layer is called, and raise where the call could not be what the recipe wants."""
     layer = module._nmsparse
+    if torch.compiler.is_compiling():
+        layer.note_trace()
+    else:
+        layer.was_called = True
     if layer.awaits_optimizer and module.training and torch.is_grad_enabled():
         raise RuntimeError(
             f"{layer.name or 'this layer'} was sparsified with {layer.recipe.name}, whose schedule or decay runs on the "
             "optimizer, but no attached optimizer updates it: call run.attach(optimizer, total_steps=...) before training."
         )
+    if is_sharded(module.weight):
+        _check_parallel(module)
+
+
+def _check_parallel(module: SparseMixin) -> None:
+    """Under tensor parallelism a layer multiplies with a part of its weight, which some recipes cannot do."""
+    layer, recipe = module._nmsparse, module._nmsparse.recipe
+    why = _parallel_obstacle(module)
+    if why is not None:
+        raise NotImplementedError(
+            f"{layer.name or 'this layer'}: {recipe.name} {recipe.pattern} cannot run on its {tuple(module.weight.shape)} "
+            f"weight, which tensor parallelism splits: {why}. Leave the layer out of parallelize_module or of sparsify_, shard "
+            'with fully_shard (FSDP2) instead, or use a recipe such as sr-ste, step, mask-decay or SSTE("2:4", mvue=False).'
+        )
+
+
+def _parallel_obstacle(module: SparseMixin) -> str | None:
+    layer, recipe = module._nmsparse, module._nmsparse.recipe
+    whole_state = [name for name, value in layer.state.items() if value.ndim]
+    if whole_state:
+        return f"its state ({', '.join(whole_state)}) is of the whole weight"
+    if any(name in layer.state for name in recipe.host_state):
+        return "the operation that makes its mask wants the whole weight"
+    if recipe.is_random and module.training:
+        return "its random numbers are drawn for the whole gradient"
+    rows, columns = (1, 0) if module.is_transposed else (0, 1)
+    for product, dim, name in ((OUTPUT, columns, "in_features"), (GRAD_INPUT, rows, "out_features")):
+        size = part_size(module.weight, dim)
+        if product in recipe.sparse_products and not layer.leaves_dense(product) and size % recipe.pattern.m:
+            return f"a rank holds {size} of its {module.weight.shape[dim]} {name}, not a multiple of {recipe.pattern.m}"
+    return None
 
 
 def _prepare_sparse(module: SparseMixin, dtype: torch.dtype) -> None:
@@ -100,7 +137,7 @@ def _apply_products(
 
 def prepare_call(module: Any, input: Tensor) -> tuple[Tensor, Tensor | None, torch.dtype]:
     """Before the products of a linear layer: its input and bias as autocast wants them, and the type to compute in."""
-    _check_attached(module)
+    _begin_call(module)
     x, bias, dtype = autocast_operands(input, module.bias, module.weight)
     _prepare_sparse(module, dtype)
     return x, bias, dtype
@@ -123,7 +160,7 @@ class SparseConv2d(SparseMixin, nn.Conv2d):
         return pointwise and self._pad_sizes() == (0, 0, 0, 0)
 
     def forward(self, input: Tensor) -> Tensor:
-        _check_attached(self)
+        _begin_call(self)
         x, bias, dtype = autocast_operands(input, self.bias, self.weight)
         sparse = self._nmsparse.sparse
         if self.training and sparse is not None and sparse.is_active:

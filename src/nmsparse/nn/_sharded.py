@@ -1,7 +1,7 @@
 """Weights that are spread over processes: FSDP2 and tensor parallelism hold them as DTensors.
 
-A recipe's state is whole on every rank; only parameters, gradients and moments are spread. torch.distributed is imported where
-such a tensor was met, and nowhere else.
+A recipe's state is whole on every rank; only parameters, gradients and moments are spread. torch.distributed.tensor is imported
+where such a tensor was met, and nowhere else.
 """
 
 from __future__ import annotations
@@ -46,12 +46,36 @@ def spread(values: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(values, sharded.device_mesh, sharded.placements, src_data_rank=None)
 
 
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def rank() -> int:
+    """Of this process; 0 where there is only one."""
+    return torch.distributed.get_rank() if _is_distributed() else 0
+
+
+def ranks() -> int:
+    """How many processes train together."""
+    return torch.distributed.get_world_size() if _is_distributed() else 1
+
+
 def splits_rows(tensor: Tensor) -> bool:
     """Each rank holds whole rows (entries of dim 0), or all of the tensor."""
     if not is_sharded(tensor):
         return True
     sharded: Any = tensor
     return all(placement.is_replicate() or placement.is_shard(0) for placement in sharded.placements)
+
+
+def part_size(tensor: Tensor, dim: int) -> int:
+    """Entries along a dim of the longest part, which is that of the first rank: the same number on every rank."""
+    sharded: Any = tensor
+    size = tensor.shape[dim]
+    for mesh_dim, placement in enumerate(sharded.placements):
+        if placement.is_shard(dim):
+            size = -(-size // sharded.device_mesh.size(mesh_dim))
+    return size
 
 
 def sum_over_shards(sums: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -33,6 +33,13 @@ class SRSTE(STE):
         if self.decay_on not in ("grad", "weight"):
             raise ValueError(f'decay_on is "grad" or "weight", got {self.decay_on!r}.')
 
+    def on_attach(self, update: Update) -> None:
+        if self.decay_on == "weight" and any(group.get("lr") is None for group in update.optimizer.param_groups):
+            raise ValueError(
+                f'{self.name} with decay_on="weight" shrinks weights by lr * decay, but a parameter group of this '
+                f'{type(update.optimizer).__name__} has no "lr": give it one, or use decay_on="grad".'
+            )
+
     def before_update(self, update: Update) -> None:
         if self.decay_on == "grad":
             update.decay_pruned(self.decay)

@@ -120,7 +120,7 @@ class SparsityCallback(TrainerCallback, ExportableState):
         is_resumed = state.global_step > 0
         self._check_late_conversion(model, is_resumed)
         self._convert(model)
-        saved = _saved_in(state) if is_resumed else None
+        saved = self._saved_in(state) if is_resumed else None
         self._first_step = _first_step(saved, state)
         self._attach_clock(optimizer, total_steps=state.max_steps - self._first_step)
         if saved is not None:
@@ -143,7 +143,7 @@ class SparsityCallback(TrainerCallback, ExportableState):
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             # the weights are those of the best checkpoint by now, and their masks belong to them
             file = Path(state.best_model_checkpoint) / STATE_FILE
-            saved = _saved_in(TrainerState.load_from_json(str(file)))
+            saved = self._saved_in(TrainerState.load_from_json(str(file)))
             if saved is not None:
                 self.run.load_state_dict(from_json(saved["run"]))
 
@@ -163,6 +163,21 @@ class SparsityCallback(TrainerCallback, ExportableState):
         if self._run is not None:
             saved = {"run": to_json(self._run.state_dict()), "first_step": self._first_step}
         return {"args": args, "attributes": {"saved": saved, "had_plan": self.had_plan}}
+
+    def _saved_in(self, state: TrainerState) -> dict[str, Any] | None:
+        """What this callback wrote into a trainer_state.json, if it was there; the Trainer keys it by the name of the class."""
+        entry = state.stateful_callbacks.get(type(self).__name__)
+        entry = entry[-1] if isinstance(entry, list) else entry
+        if entry is None:
+            logger.warning(
+                "the checkpoint of update %d was written without %s: its weights are taken as they are, and the recipe's clock "
+                "starts now.",
+                state.global_step,
+                type(self).__name__,
+            )
+            return None
+        saved: dict[str, Any] | None = entry["attributes"]["saved"]
+        return saved
 
     # ---- parts ----
 
@@ -201,21 +216,6 @@ class SparsityCallback(TrainerCallback, ExportableState):
         for old in self.run.optimizers:  # of an earlier train()
             self.run.detach(old)
         self.run.attach(inner, total_steps=total_steps, stats_every=self.stats_every)
-
-
-def _saved_in(state: TrainerState) -> dict[str, Any] | None:
-    """What this callback wrote into a trainer_state.json, if it was there."""
-    entry = state.stateful_callbacks.get(SparsityCallback.__name__)
-    entry = entry[-1] if isinstance(entry, list) else entry
-    if entry is None:
-        logger.warning(
-            "the checkpoint of update %d was written without SparsityCallback: its weights are taken as they are, and the "
-            "recipe's clock starts now.",
-            state.global_step,
-        )
-        return None
-    saved: dict[str, Any] | None = entry["attributes"]["saved"]
-    return saved
 
 
 def _first_step(saved: dict[str, Any] | None, state: TrainerState) -> int:
