@@ -5,6 +5,9 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 TORCH  := $(shell grep '^torch==' constraints.txt)
 
+# torchtitan without what its trainer needs (datasets, wandb, ...): our tests use its configuration and modules only
+TITAN  := torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.16 docstring-parser==0.18.0 typeguard==4.6.0
+
 JOBS   ?= 4
 
 .PHONY: help setup test demo docs lint format test-gpu bench bench-gpu clean
@@ -25,6 +28,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/pip --disable-pip-version-check install --quiet --upgrade "pip>=25.1"
 	$(PIP) "$(TORCH)"
 	$(PIP) --editable ".[workbench,onnx,lightning]" --group test --group lint --group docs
+	$(PIP) --no-deps $(TITAN)
 	touch $@
 
 test: setup

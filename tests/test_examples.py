@@ -13,7 +13,9 @@ import pytest
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 LAST_LINES = {
+    "accelerate_sparse": r"epoch 3  update 128  loss \d.*\nsaved 2 packed layers in .*; verified: True",
     "finetune_bert_step": r"validation accuracy \d.*\ndensity 0\.500; verified: True",
+    "lightning_sparse": r"epoch 2  accuracy 0\.9\d+ .*\ndensity 0\.500 in 2 sparse layers; verified: True",
     "pretrain_gpt_sste": r"validation loss \d.*\ndensity 0\.500 in 4 of 4 sparse layers; verified: True",
     "resnet_cifar_bimask": r"validation accuracy \d.*\ndensity 0\.500 in 19 of 19 sparse layers; verified: True",
     "vit_mask_decay": r"validation accuracy \d.*\ndensity 0\.0625 in 6 of 6 sparse layers; verified: True",

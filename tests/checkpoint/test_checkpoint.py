@@ -106,6 +106,13 @@ def test_a_frozen_model_is_packed_by_its_pattern(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in net.state_dict().items())
 
 
+def test_packing_a_model_without_zeros_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no layer of this model is sparse, so there is nothing to pack: sparsify it first"):
+        nm.save(model(), tmp_path, "packed")
+    with pytest.raises(ValueError, match="no linear layer or convolution of this model obeys 2:4, so there is nothing to pack"):
+        nm.save(model(), tmp_path, "packed", pattern="2:4")
+
+
 def test_convolutions_and_conv1d_are_packed_along_their_inputs(tmp_path: Path) -> None:
     from transformers.pytorch_utils import Conv1D
 

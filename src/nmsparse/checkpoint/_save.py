@@ -41,6 +41,8 @@ def save(
     check_target(folder, format, shard_bytes)
     tensors, layouts, recipe = final_tensors(model, None if pattern is None else Pattern(pattern))
     if format == "packed" and not layouts:
+        if pattern is not None:
+            raise ValueError(f"no linear layer or convolution of this model obeys {pattern}, so there is nothing to pack.")
         raise ValueError(
             "no layer of this model is sparse, so there is nothing to pack: sparsify it first, or give the pattern of a frozen "
             "model."
