@@ -408,7 +408,7 @@ def test_resuming_with_another_seed_or_length_is_refused() -> None:
 def test_each_rank_draws_its_own_numbers_after_loading_a_file_of_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     counters = {}
     for rank in (0, 1):
-        monkeypatch.setattr("nmsparse.run.rank", lambda rank=rank: rank)
+        monkeypatch.setattr("nmsparse._micro_batches.rank", lambda rank=rank: rank)
         model, optimizer, run = start("s-ste", {})
         train(model, optimizer, 3, make_data())
         model(make_data()[0])  # one micro-batch into the next update

@@ -1,8 +1,8 @@
-"""How the state of a run is written down: plain values and tensors, masks as bits."""
+"""How the state of a run is written down, and what it fits: plain values and tensors, masks as bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor
 from nmsparse.functional import pack_bits, unpack_bits
 from nmsparse.recipes import Recipe
 
+VERSION = 1
+"""Of a run's state."""
 TENSOR, TUPLE = "__tensor__", "__tuple__"
 
 
@@ -33,6 +35,29 @@ def from_saved(value: Tensor, like: Tensor) -> Tensor:
     if value.shape != like.shape:
         raise ValueError(f"a saved state of shape {tuple(value.shape)} does not fit this layer's {tuple(like.shape)}.")
     return value
+
+
+def check_same_model(state: Mapping[str, Any], recipe: Recipe, seed: int, layers: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Whether a saved state is one of this recipe, seed and layers; ``layers`` holds the state tensors by layer name."""
+    if state.get("version") != VERSION:
+        raise ValueError(f"this run state has version {state.get('version')!r}; this nmsparse reads version {VERSION}.")
+    if state["recipe"] != describe(recipe):
+        raise ValueError(
+            f"the saved run used {state['recipe']}, this one uses {describe(recipe)}: build the same recipe to continue it."
+        )
+    if state["seed"] != seed:
+        raise ValueError(f"the saved run used seed {state['seed']}, this one {seed}: pass the same seed to sparsify_.")
+    if set(state["layers"]) != set(layers):
+        odd = sorted(set(state["layers"]) ^ set(layers))
+        raise ValueError(
+            f"the saved run and this one differ in their sparse layers ({', '.join(odd[:4])}): use the same targets and exclude."
+        )
+    for name, saved in state["layers"].items():
+        own = layers[name]
+        if set(saved) != set(own):
+            raise ValueError(f"{name}: the saved run keeps {sorted(saved)}, this one {sorted(own)}; the state does not fit.")
+        for key, value in saved.items():
+            from_saved(value, own[key])  # raises where shapes differ, before anything is written
 
 
 def copied(value: Any, device: torch.device | None = None) -> Any:

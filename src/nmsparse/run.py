@@ -20,37 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nmsparse._saved import copied, describe, from_saved, to_saved
+from nmsparse._micro_batches import BeforeForward, first_counter
+from nmsparse._saved import VERSION, check_same_model, copied, describe, from_saved, to_saved
+from nmsparse._stats import totals
 from nmsparse._tensor_cores import Rule, TensorCores, Verdict
-from nmsparse._update import (
-    FiniteCheck,
-    LayerHandle,
-    OptimizerUpdate,
-    check_left_out,
-    check_shapes,
-    check_updated,
-    fill,
-    is_rehearsal,
-    parameters_of,
-    warn_of_bypass,
-)
-from nmsparse.functional import hash_integers, wrap_int32
-from nmsparse.nn import (
-    Layer,
-    Permuted,
-    RemovedWithSparsity,
-    SparseModule,
-    Targets,
-    convert_,
-    layer_of,
-    rank,
-    ranks,
-    reshard,
-)
+from nmsparse._update import FiniteCheck, LayerHandle, OptimizerUpdate, fill, is_rehearsal
+from nmsparse._wrappers import check_left_out, check_shapes, check_updated, parameters_of, warn_of_bypass
+from nmsparse.nn import Permuted, SparseModule, Targets, convert_, layer_of, ranks, reshard
 from nmsparse.recipes import Clock, Recipe, recipe_info
-
-VERSION = 1
-"""Of the state dict."""
 
 
 def sparsify_(
@@ -89,43 +66,8 @@ def sparsify_(
 
 def run_of(model: nn.Module) -> Run | None:
     """The run of a model that :func:`sparsify_` converted; None for a plain model, and for a copy of a converted one."""
-    hooks = (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _BeforeForward))
+    hooks = (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, BeforeForward))
     return next((hook.run for hook in hooks if hook.run is not None), None)
-
-
-class _BeforeForward(RemovedWithSparsity):
-    """Forward pre-hook of the model: a new micro-batch moves the random counters on.
-
-    Only tensors change here, so a compiler may trace it. Activation checkpointing re-runs blocks, not the model, and
-    therefore draws the same numbers again.
-    """
-
-    def __init__(self, layers: list[Layer], recipe: Recipe, permuted: Permuted) -> None:
-        self.layers = layers
-        self.recipe = recipe
-        self.permuted = permuted
-        self.run: Run | None = None
-        self.was_called = False
-        """Gradients come from the model, in Python: nobody has computed them by hand."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy (deepcopy, pickle) of the model belongs to no run."""
-        return {**self.__dict__, "run": None}
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if not (module.training and torch.is_grad_enabled()):
-            return
-        self.move_on()
-
-    def move_on(self) -> None:
-        """The next micro-batch of this rank: the ranks take turns, so that what is drawn does not depend on their number."""
-        if not torch.compiler.is_compiling():
-            self.was_called = True
-        if self.recipe.is_random:
-            torch._foreach_add_([layer.state["counter"] for layer in self.layers], ranks())
-
-    def undo(self) -> None:
-        self.permuted.undo_()
 
 
 @dataclass(eq=False)
@@ -179,7 +121,7 @@ class Run:
         self.seed = seed
         self._layers = {name: LayerHandle(name, module, layer_of(module)) for name, module in modules.items()}
         self._model = model
-        self._hook = _BeforeForward([handle.layer for handle in self._layers.values()], recipe, permuted)
+        self._hook = BeforeForward([handle.layer for handle in self._layers.values()], recipe, permuted)
         self._attachments: list[_Attachment] = []
         self._tensor_cores = TensorCores(recipe, verdict)
         self._flips: dict[str, Tensor] = {}
@@ -335,7 +277,7 @@ class Run:
                 fill([layer.state[name] for layer in layers], value)
                 attachment.scheduled[name] = value
         if self.recipe.is_random:
-            fill([layer.state["counter"] for layer in layers], _first_counter(self.seed, attachment.step))
+            fill([layer.state["counter"] for layer in layers], first_counter(self.seed, attachment.step))
 
     def _before_step(self, attachment: _Attachment, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Make the gradients ready, or see to it that a closure which computes them inside ``step()`` does."""
@@ -451,7 +393,7 @@ class Run:
         for name, handle in self._layers.items():
             if handle.is_live:
                 layers[name] = self._layer_stats(handle)
-        total = _totals(layers)
+        total = totals(layers)
         for attachment in self._attachments:
             total |= self.recipe.summarize(attachment.memory)
         return {
@@ -502,7 +444,7 @@ class Run:
     def _counter_start(self, name: str) -> int:
         """What the random counter of a layer starts from at the present update."""
         owner = next((a for a in self._attachments if any(layer.name == name for layer in a.layers)), None)
-        return 0 if owner is None else _first_counter(self.seed, owner.step)
+        return 0 if owner is None else first_counter(self.seed, owner.step)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -525,7 +467,7 @@ class Run:
     def load_layers(self, state: dict[str, Any]) -> None:
         """Of :meth:`state_dict`, what evaluation needs beside the weights: the masks and scales of the layers. The clock stays as
         it is, and no optimizer need be attached; a run that goes on training takes :meth:`load_state_dict`."""
-        self._check_same_model(state)
+        check_same_model(state, self.recipe, self.seed, {name: handle.state for name, handle in self._layers.items()})
         self._copy_layers(state)
         self.refresh()
 
@@ -538,7 +480,7 @@ class Run:
                 own["counter"].mul_(ranks()).add_(self._counter_start(name))
 
     def _check_loadable(self, state: dict[str, Any]) -> None:
-        self._check_same_model(state)
+        check_same_model(state, self.recipe, self.seed, {name: handle.state for name, handle in self._layers.items()})
         if len(state["optimizers"]) != len(self._attachments):
             raise ValueError(
                 f"the saved run had {len(state['optimizers'])} attached optimizers, this one has {len(self._attachments)}: "
@@ -551,29 +493,6 @@ class Run:
                     f"of {self.recipe.name} follows that number: attach with the same total_steps."
                 )
 
-    def _check_same_model(self, state: dict[str, Any]) -> None:
-        if state.get("version") != VERSION:
-            raise ValueError(f"this run state has version {state.get('version')!r}; this nmsparse reads version {VERSION}.")
-        if state["recipe"] != describe(self.recipe):
-            raise ValueError(
-                f"the saved run used {state['recipe']}, this one uses {describe(self.recipe)}: build the same recipe to "
-                "continue it."
-            )
-        if state["seed"] != self.seed:
-            raise ValueError(f"the saved run used seed {state['seed']}, this one {self.seed}: pass the same seed to sparsify_.")
-        if set(state["layers"]) != set(self._layers):
-            odd = sorted(set(state["layers"]) ^ set(self._layers))
-            raise ValueError(
-                f"the saved run and this one differ in their sparse layers ({', '.join(odd[:4])}): use the same targets and "
-                "exclude."
-            )
-        for name, saved in state["layers"].items():
-            own = self._layers[name].state
-            if set(saved) != set(own):
-                raise ValueError(f"{name}: the saved run keeps {sorted(saved)}, this one {sorted(own)}; the state does not fit.")
-            for key, value in saved.items():
-                from_saved(value, own[key])  # raises where shapes differ, before anything is written
-
 
 def _unwrap(optimizer: Any) -> torch.optim.Optimizer:
     inner = getattr(optimizer, "optimizer", None)  # accelerate's wrapper
@@ -581,30 +500,3 @@ def _unwrap(optimizer: Any) -> torch.optim.Optimizer:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"attach takes a torch optimizer, got {type(optimizer).__name__}.")
     return optimizer
-
-
-def _first_counter(seed: int, step: int) -> int:
-    """The random counter of a rank before its first micro-batch of an update.
-
-    Micro-batch i of rank r is number i * ranks + r of the update: two ranks draw what one draws that accumulates the same two.
-    """
-    return wrap_int32(hash_integers(seed, step, 0) + 1 + rank() - ranks())
-
-
-def _totals(layers: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Means weighted by size; sums of counts."""
-    entries = sum(layer["entries"] for layer in layers.values())
-    changes = [layer["mask_changes"] for layer in layers.values() if layer["mask_changes"] is not None]
-    return {
-        "entries": entries,
-        "density": _mean(layers, "density"),
-        "flip_rate": _mean(layers, "flip_rate"),
-        "mask_changes": sum(changes) if changes else None,
-    }
-
-
-def _mean(layers: dict[str, dict[str, Any]], key: str) -> float | None:
-    """Over the layers where it is known."""
-    known = [(layer["entries"], layer[key]) for layer in layers.values() if layer[key] is not None]
-    entries = sum(size for size, _ in known)
-    return sum(size * value for size, value in known) / entries if entries else None

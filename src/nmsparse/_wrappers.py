@@ -1,0 +1,73 @@
+"""What wrappers made of the layers and of the optimizer: FSDP, DeepSpeed and models that pass their own layers by.
+
+Everything here turns numbers that would be silently wrong into an error, or into a warning where only the user can tell.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from nmsparse._update import LayerHandle
+from nmsparse.recipes import Recipe
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The parameters that an optimizer updates now, by identity."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def check_shapes(layers: Sequence[LayerHandle]) -> None:
+    """Masks, decay and scales of a flattened weight would be those of another matrix."""
+    for layer in layers:
+        if layer.parameter.shape != layer.shape:
+            raise ValueError(
+                f"{layer.name}.weight was {tuple(layer.shape)} at conversion and is {tuple(layer.parameter.shape)} now, so the "
+                "N:M groups in it cannot be found: FSDP1 (FullyShardedDataParallel) or DeepSpeed ZeRO-3 flattened it. Shard the "
+                "model with torch's fully_shard (FSDP2) instead."
+            )
+
+
+def check_updated(optimizer: torch.optim.Optimizer, layers: Sequence[LayerHandle], recipe: Recipe) -> None:
+    """What is done to the gradient and the weight of a layer must reach the optimizer."""
+    owned = parameters_of(optimizer)
+    lost = next((layer for layer in layers if layer.parameter.requires_grad and id(layer.parameter) not in owned), None)
+    if lost is None:
+        return
+    kind = type(optimizer).__name__
+    without = "" if recipe.needs_clock else f" {recipe.name} also trains without run.attach, which then only measures."
+    raise RuntimeError(
+        f"{lost.name}.weight was among the parameters of this {kind} when run.attach was called, and is not at its first update, "
+        "so masks and decay would not reach it: DeepSpeed ZeRO-1 and ZeRO-2 give the optimizer flat copies. Use torch's "
+        "fully_shard (FSDP2) or DistributedDataParallel instead. (Under fully_shard, the weights must be sharded when the "
+        f"optimizer steps: leave set_reshard_after_backward on, or call reshard() first.){without}"
+    )
+
+
+def check_left_out(optimizer: torch.optim.Optimizer, others: Sequence[LayerHandle]) -> None:
+    """A layer that no optimizer was attached for, although this one updates it."""
+    owned = parameters_of(optimizer)
+    found = [layer.name for layer in others if id(layer.parameter) in owned]
+    if found:
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} updates {', '.join(found[:4])} ({len(found)} sparse layers in all) without a "
+            "clock: their weights were not among its parameters when run.attach was called. Add parameter groups before that; "
+            "and under fully_shard, if a forward pass came before, call reshard() on the outermost sharded module first."
+        )
+
+
+def warn_of_bypass(layers: Sequence[LayerHandle]) -> None:
+    """A model that reads ``layer.weight`` without calling the layer trains it dense, and ``freeze_`` then prunes it."""
+    if any(handle.layer.was_traced for handle in layers):
+        return  # what was compiled for one layer may have served others, which then do not know
+    found = [handle.name for handle in layers if handle.parameter.grad is not None and not handle.layer.was_called]
+    if found:
+        names = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+        warnings.warn(
+            f"{names}: the weight got a gradient, but the layer itself was never called, so it trains dense and would be pruned "
+            "only by freeze_. The model seems to read layer.weight itself, as in F.linear(x, layer.weight): call layer(x) there, "
+            "or leave the layer out, sparsify_(..., exclude=[...]).",
+            stacklevel=2,
+        )
