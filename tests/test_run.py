@@ -509,11 +509,13 @@ def test_layers_that_are_never_called_are_told_once() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler, which looks
 def test_layers_that_share_compiled_code_count_as_called() -> None:
-    model, optimizer, _ = start("ste", {})
+    model, optimizer, run = start("ste", {})
     torch._dynamo.reset()
     for block in model.blocks:
         block.compile(backend="eager", fullgraph=True)
-    train(model, optimizer, 2, make_data())  # no warning
+    train(model, optimizer, 2, make_data())  # a warning would be an error
+    assert run.step == 2
+    assert any(handle.layer.was_traced for handle in run._layers.values())
 
 
 class OwnRate(torch.optim.SGD):

@@ -20,8 +20,6 @@ from nmsparse.workbench.reproduce._statistics import (
 )
 from nmsparse.workbench.reproduce._study import Study
 
-LAST_SHARE = 0.1
-"""Of a curve: its end."""
 WARM_SHARE = 0.1
 """Of a curve: its beginning, while the learning rate rises."""
 COMPILING = 2.0
@@ -32,11 +30,6 @@ SECONDS = "seconds_to_loss"
 def _mean(run: Run, column: str) -> float | None:
     values = [value for _, value in run.curve(column)]
     return statistics.fmean(values) if values else None
-
-
-def _end(run: Run, column: str) -> float | None:
-    values = [value for _, value in run.curve(column)]
-    return statistics.fmean(values[-max(1, round(LAST_SHARE * len(values))) :]) if values else None
 
 
 def _third(run: Run, column: str, first: bool) -> float | None:
@@ -55,7 +48,6 @@ def _step_ms(run: Run) -> float | None:
 QUANTITIES: dict[str, Callable[[Run], float | None]] = {
     HEADLINE: lambda run: run.headline,
     "step_ms": _step_ms,
-    "flip_rate_end": lambda run: _end(run, "flip_rate"),
     "flip_rate_mean": lambda run: _mean(run, "flip_rate"),
     "flip_rate_first_third": lambda run: _third(run, "flip_rate", first=True),
     "flip_rate_last_third": lambda run: _third(run, "flip_rate", first=False),
@@ -122,7 +114,7 @@ def _verdict(statement: Statement, gain: Difference | None, lost: tuple[int, int
         return _verdict_of(statement, gain)
     if seeds < FEWEST_SEEDS:
         return "too few seeds"
-    if left == right:  # all of both
+    if left == right:  # and no seed in which both finished
         return "within noise"
     if left > right or statement.relation == "equal":
         return "fails"

@@ -37,9 +37,7 @@ class MaskWatch:
     def _differing(self, before: dict[str, Tensor], after: dict[str, Tensor]) -> float | None:
         if not before:
             return None
-        changed = sum(
-            int(unpack_bits(before[name] ^ bits, torch.Size((8 * bits.numel(),))).sum()) for name, bits in after.items()
-        )
+        changed = sum(_count(before[name] ^ bits) for name, bits in after.items())
         return changed / max(1, sum(_rows(m) * _columns(m) for m in self.modules.values()))
 
     def state(self) -> dict[str, Any]:
