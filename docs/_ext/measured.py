@@ -39,16 +39,14 @@ def verdicts() -> list[dict[str, Any]]:
     room = reproduction()
     if room is None or not REPRODUCTION.is_dir():
         return []
-    ledger, found = room.Ledger(REPRODUCTION), []
-    for claim in room.CLAIMS.values():
-        for device in ledger.devices():
-            for judged in room.judge_all(room.Study(claim, "small", ledger, device)):
-                if judged.gain is None:
-                    continue
-                experiment = claim.experiment(judged.statement.experiment)
-                sides = (experiment.contender(side) for side in (judged.statement.left, judged.statement.right))
-                recipes = {side.candidate.recipe for side in sides}
-                found.append({"claim": claim.name, "device": device, "recipes": recipes, **judged.to_dict()})
+    found = []
+    for place in room.places(REPRODUCTION):
+        for judged in room.judge_all(place.study):
+            if judged.gain is None:
+                continue
+            sides = (place.experiment.contender(side) for side in (judged.statement.left, judged.statement.right))
+            recipes = {side.candidate.recipe for side in sides}
+            found.append({"claim": place.claim.name, "where": place.where, "recipes": recipes, **judged.to_dict()})
     return found
 
 
@@ -80,13 +78,13 @@ class Results(Generated):
 
 def _training(name: str) -> str:
     rows = [
-        [f"`{row['claim']}`, {row['experiment']}", row["statement"], _gain(row), f"**{row['verdict']}**", row["device"]]
+        [f"`{row['claim']}`, {row['experiment']}", row["statement"], _gain(row), f"**{row['verdict']}**", row["where"]]
         for row in verdicts()
         if name in row["recipes"]
     ]
     if not rows:
         return f"{NOT_MEASURED}."
-    return "\n\n" + table(["claim", "statement", "gain (95 % interval)", "verdict", "device"], rows)
+    return "\n\n" + table(["claim", "statement", "gain (95 % interval)", "verdict", "where"], rows)
 
 
 def _gain(row: dict[str, Any]) -> str:

@@ -375,7 +375,8 @@ def reproduce(
     data_dir: Annotated[Path | None, typer.Option(help="Folder with data sets; by default $NMSPARSE_DATA.")] = None,
     seeds: Annotated[int, typer.Option(min=1, max=10, help="Seeds of every contender; at least 3 to say anything.")] = 3,
     scale: Annotated[
-        Literal["toy", "small", "full"], typer.Option(help="small: one GPU, minutes; full: as in the paper; toy: embedded data.")
+        Literal["toy", "cpu", "small", "full"],
+        typer.Option(help="small: one GPU, minutes; cpu: two cores, an hour; full: as in the paper; toy: embedded data."),
     ] = "small",
     only: Annotated[list[str] | None, typer.Option(help="Experiments of the claim; repeat for several. All by default.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; by default as many as memory and cores allow.")] = None,
@@ -403,7 +404,7 @@ def reproduce(
         for known in room.CLAIMS.values():
             typer.echo(f"{known.name:12} {known.says} Experiments: {', '.join(e.name for e in known.experiments)}.")
         return
-    chosen = list(room.CLAIMS) if claim == "all" else _check_names("CLAIM", [claim] if claim else [], room.CLAIMS)
+    chosen = room.claims_at(scale) if claim == "all" else _check_names("CLAIM", [claim] if claim else [], room.CLAIMS)
     failed: dict[str, str] = {}
     outcomes: list[dict[str, Any]] = []
     until = None if max_minutes is None else time.monotonic() + 60 * max_minutes
@@ -433,7 +434,7 @@ def reproduce(
                 room.print_outcome(study, progress)
         if as_json and outcomes:
             typer.echo(json.dumps(outcomes if claim == "all" else outcomes[0]))
-        if not dry_run and (report or scale == "small"):
+        if not dry_run and (report or scale in ("small", "cpu")):
             page = room.write_results(results, scale)
             if not as_json:
                 typer.echo(f"results: {page}")

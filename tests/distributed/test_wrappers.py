@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from toys import make_optimizer
 
 import nmsparse as nm
+from nmsparse.integrations import fsdp
 from nmsparse.integrations.fsdp import compressed_all_gather
 
 
@@ -138,6 +140,13 @@ def undo_inside(rank: int, world: int) -> str:
     nm.densify_(outer)
     outer(batches(1, 0, torch.float32)[0][0])
     return str(caught.value)
+
+
+def test_records_of_sharded_parameters_are_found_in_older_and_newer_torch() -> None:
+    """torch 2.11 keeps one group or none in a state, 2.13 a list; only the installed one can be run."""
+    assert fsdp._param_groups(SimpleNamespace(_fsdp_param_group=None)) == []
+    assert fsdp._param_groups(SimpleNamespace(_fsdp_param_group="a group")) == ["a group"]
+    assert fsdp._param_groups(SimpleNamespace(_fsdp_param_groups=["a", "b"], _fsdp_param_group="no longer")) == ["a", "b"]
 
 
 def test_densify_wants_the_module_that_was_sharded(two_ranks: Ranks) -> None:

@@ -22,6 +22,7 @@ from nmsparse.workbench.reproduce import (
     Claim,
     Ledger,
     Study,
+    claims_at,
     decision_table,
     print_outcome,
     print_plan,
@@ -174,9 +175,15 @@ def contenders(name: str) -> list[tuple[Experiment, Contender]]:
 @pytest.mark.parametrize("name", CLAIMS)
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_configuration_is_valid_and_its_model_can_be_built(name: str, scale: Any, tmp_path: Path) -> None:
+    if name not in claims_at(scale):
+        with pytest.raises(ValueError, match="not at scale cpu, only at toy, small, full"):
+            Study(CLAIMS[name], scale, Ledger(tmp_path), "none")
+        return
     study = Study(CLAIMS[name], scale, Ledger(tmp_path), "none")
     assert study.tuning()
     for experiment, contender in contenders(name):
+        if experiment not in study.experiments:
+            continue
         rates = experiment.setups[scale].rates
         config = study.config(experiment, contender, rates[0], 0)
         flops = training_flops(config)
@@ -491,9 +498,15 @@ def test_results_say_what_was_measured_and_what_was_not(tmp_path: Path) -> None:
     (tmp_path / "plots" / "old.svg").write_text("")
     page = write_results(tmp_path).read_text()
     assert "| CIFAR-10, ResNet-32, 1:16 | 94.52 | 92.92 | 92.02 | 92.77 |" in page
-    assert "bi-mask is above the transposable mask at 2:4 | paper | +9.90 points (+9.65 to +10.1, 3 seeds) | **holds** |" in page
-    assert "| `trio` | trio reaches a loss that both reach sooner than dense | ours |  | **not run yet** |" in page
-    assert "39 runs, 39 minutes of training in sum, 2026-11-16; nmsparse 0.1.0, torch 2.13, a GPU, commit abc." in page
+    assert (
+        "bi-mask is above the transposable mask at 2:4 | paper | +9.90 points (+9.65 to +10.1, 3 seeds) | **holds** | small |"
+        in page
+    )
+    assert "| `trio` | trio reaches a loss that both reach sooner than dense | ours |  | **not run yet** |  |" in page
+    assert (
+        "Scale small (three epochs, the classic widths 16/32/64): 39 runs, 39 minutes of training in sum, 2026-11-16; "
+        "nmsparse 0.1.0, torch 2.13, a GPU, commit abc."
+    ) in page
     pictures = sorted((tmp_path / "plots").glob("*"))
     assert [picture.name for picture in pictures] == ["bi-mask-1-resnet32.svg", "bi-mask-2-resnet32.svg"]
     for picture in pictures:
@@ -503,6 +516,26 @@ def test_results_say_what_was_measured_and_what_was_not(tmp_path: Path) -> None:
         assert picture.stat().st_size < 20_000
         assert f"plots/{picture.name}" in page
     assert write_results(tmp_path).read_text() == page
+
+
+def test_two_cores_stand_in_until_a_gpu_has_run_an_experiment_whole(tmp_path: Path) -> None:
+    Book(tmp_path, CLAIMS["bi-mask"], "cpu", "a CPU").fill(bi_mask_values)
+    page = write_results(tmp_path).read_text()
+    assert "(+9.65 to +10.1, 3 seeds) | **holds** | cpu |" in page
+    assert "Scale cpu (20,480 images, the classic widths 16/32/64): 39 runs" in page
+    assert "| scale cpu, a CPU |" in page
+    Book(tmp_path, CLAIMS["bi-mask"]).fill(bi_mask_values, seeds=2)
+    assert write_results(tmp_path).read_text() == page, "two seeds of the GPU decide nothing yet"
+    Book(tmp_path, CLAIMS["bi-mask"]).fill(bi_mask_values)
+    page = write_results(tmp_path).read_text()
+    assert "(+9.65 to +10.1, 3 seeds) | **holds** | small |" in page
+    assert "| scale small, a GPU |" in page
+    assert "scale cpu" not in page
+
+
+def test_all_claims_at_a_scale_are_those_that_have_it() -> None:
+    assert claims_at("small") == list(CLAIMS)
+    assert claims_at("cpu") == [name for name in CLAIMS if name != "trio"]
 
 
 def test_the_decision_table_names_the_best_and_those_within_noise(tmp_path: Path) -> None:

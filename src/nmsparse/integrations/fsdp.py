@@ -310,6 +310,12 @@ class _TravelsWhole(RemovedWithSparsity):
 
 def _fsdp_params(model: nn.Module) -> list[Any]:
     """FSDP2's records of the parameters that it shards; torch has no public name for them."""
-    modules: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
-    groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
-    return [param for group in groups for param in group.fsdp_params]
+    states = [cast("Any", module)._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    return [param for state in states for group in _param_groups(state) for param in group.fsdp_params]
+
+
+def _param_groups(state: Any) -> list[Any]:
+    """Up to torch 2.11 a state has one group or none, and later a list."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

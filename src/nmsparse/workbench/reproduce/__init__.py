@@ -11,23 +11,26 @@ _results        RESULTS.md, plots and the decision table
 from nmsparse.workbench.reproduce._claim import SCALES, Claim, Scale
 from nmsparse.workbench.reproduce._ledger import Ledger, device_name
 from nmsparse.workbench.reproduce._outcome import judge_all, to_dict
-from nmsparse.workbench.reproduce._results import decision_table, write_results
+from nmsparse.workbench.reproduce._results import Place, decision_table, places, write_results
 from nmsparse.workbench.reproduce._runner import Progress, reproduce
 from nmsparse.workbench.reproduce._screen import print_outcome, print_plan
 from nmsparse.workbench.reproduce._study import Study
-from nmsparse.workbench.reproduce.claims import CLAIMS
+from nmsparse.workbench.reproduce.claims import CLAIMS, claims_at
 
 __all__ = [
     "CLAIMS",
     "SCALES",
     "Claim",
     "Ledger",
+    "Place",
     "Progress",
     "Scale",
     "Study",
+    "claims_at",
     "decision_table",
     "device_name",
     "judge_all",
+    "places",
     "print_outcome",
     "print_plan",
     "reproduce",

@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from nmsparse.workbench.compare import Candidate
 
-Scale = Literal["toy", "small", "full"]
-SCALES: tuple[Scale, ...] = ("toy", "small", "full")
-"""On embedded data for tests; on one GPU in minutes; as in the paper, for those with a cluster."""
+Scale = Literal["toy", "cpu", "small", "full"]
+SCALES: tuple[Scale, ...] = ("toy", "cpu", "small", "full")
+"""On embedded data for tests; on two cores in an hour or so, where that can say anything; on one GPU in minutes; as in the paper,
+for those with a cluster."""
 
 Relation = Literal["better", "equal", "not worse", "below"]
 HEADLINE = "headline"
@@ -27,6 +28,8 @@ class Setup:
     """Learning rates that every contender tries; a single one is taken as it is."""
     tuning_share: float = 0.5
     """Length of a tuning run as a share of a run."""
+    size: str = ""
+    """How its size differs from the paper's."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Experiment:
     name: str
     title: str
     setups: Mapping[Scale, Setup]
+    """By scale; an experiment that is too large for two cores has none for them."""
     contenders: tuple[Contender, ...]
     is_timed: bool = False
     """Its runs have the device to themselves, because their step time is compared."""
@@ -148,7 +152,7 @@ class Claim:
     charts: tuple[Chart, ...] = ()
     advice: tuple[Advice, ...] = ()
     deviations: tuple[str, ...] = ()
-    """How the small scale differs from the paper."""
+    """How all scales, or that on one GPU, differ from the paper in more than size."""
     minutes: Mapping[str, float] = field(default_factory=dict)
     """Estimated minutes of each experiment at the small scale with 3 seeds on one H200."""
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from nmsparse.workbench.reproduce._claim import Claim, Published, Scale
+from nmsparse.workbench.reproduce._claim import Advice, Claim, Experiment, Published, Scale
 from nmsparse.workbench.reproduce._ledger import Ledger, Run
 from nmsparse.workbench.reproduce._outcome import Table, advise, gain_words, judge_all, standings, table
 from nmsparse.workbench.reproduce._plots import draw
+from nmsparse.workbench.reproduce._statistics import FEWEST_SEEDS
 from nmsparse.workbench.reproduce._study import Study
 from nmsparse.workbench.reproduce.claims import CLAIMS
 
@@ -32,18 +34,61 @@ side, **fails** where the whole interval is on the other side, and is **within n
 that a difference beyond the stated margin is excluded. Intervals are not corrected for the number of statements. Every contender
 tried the same learning rates on a seed of its own, or takes the rate of the contender it is a variant of. Validation of image
 tasks is their test part, for all contenders alike. Training FLOPs are relative to dense, with each N:M product counted at its
-density: what N:M hardware could skip, not what it does. Step times of runs that share the GPU say nothing. Runs are short: what
-is said holds for this size of model and this length of training.
+density: what N:M hardware could skip, not what it does. Step times of runs that share a GPU or a CPU say nothing. Runs are short:
+what is said holds for this size of model and this length of training. Scale `small` is made for one GPU; `cpu` is made for two
+cores and smaller still: a first sign and no more. Each experiment shows the scale and the hardware on which it got furthest.
 """
+
+
+@dataclass(frozen=True)
+class Place:
+    """An experiment of a claim, and the scale and hardware on which it got furthest."""
+
+    claim: Claim
+    experiment: Experiment
+    study: Study
+
+    @property
+    def runs(self) -> list[Run]:
+        """All final runs that it has."""
+        found = {run.hash: run for standing in standings(self.study, self.experiment) for run in standing.runs.values()}
+        return list(found.values())
+
+    @property
+    def where(self) -> str:
+        return f"scale {self.study.scale}, {self.study.device}"
+
+
+def places(folder: Path, scale: Scale = "small") -> list[Place]:
+    """Every experiment of every claim. What one GPU has not run yet may have been run on two cores."""
+    scales: tuple[Scale, ...] = ("small", "cpu") if scale in ("small", "cpu") else (scale,)
+    ledger = Ledger(folder)
+    return [_furthest(claim, each, scales, ledger) for claim in CLAIMS.values() for each in claim.experiments]
+
+
+def _furthest(claim: Claim, experiment: Experiment, scales: Sequence[Scale], ledger: Ledger) -> Place:
+    """Where most contenders have enough seeds; of equals, the larger scale, and then the newer hardware."""
+    found = [
+        Place(claim, experiment, Study(claim, scale, ledger, device, (experiment.name,)))
+        for scale in scales
+        if scale in experiment.setups
+        for device in ledger.devices() or [""]
+    ]
+    return max(found, key=lambda place: (_complete(place), len(place.runs)))
+
+
+def _complete(place: Place) -> int:
+    return sum(len(standing.runs) >= FEWEST_SEEDS for standing in standings(place.study, place.experiment))
 
 
 def write_results(folder: Path, scale: Scale = "small") -> Path:
     """Write RESULTS.md and plots/*.svg into the folder of the books; plots that no longer belong there are removed."""
-    ledger = Ledger(folder)
-    studies = [_study(claim, scale, ledger) for claim in CLAIMS.values()]
-    plots = _write_plots(folder / PLOTS, studies)
-    parts = [INTRODUCTION, "## Which recipe when\n", _decision_table(studies), "\n## Verdicts\n", _verdict_table(studies)]
-    parts += [_section(study, plots.get(study.claim.name, [])) for study in studies]
+    found = places(folder, scale)
+    plots = _write_plots(folder / PLOTS, found)
+    parts = [INTRODUCTION, "## Which recipe when\n", _decision_table(found), "\n## Verdicts\n", _verdict_table(found)]
+    for name, claim in CLAIMS.items():
+        mine = [place for place in found if place.claim is claim]
+        parts += [_section(claim, mine, plots.get(name, []))]
     file = folder / FILE
     file.write_text("\n".join(parts).rstrip() + "\n")
     return file
@@ -51,61 +96,48 @@ def write_results(folder: Path, scale: Scale = "small") -> Path:
 
 def decision_table(folder: Path, scale: Scale = "small") -> str:
     """Markdown: a situation, what the runs say, and where they are."""
-    ledger = Ledger(folder)
-    return _decision_table([_study(claim, scale, ledger) for claim in CLAIMS.values()])
+    return _decision_table(places(folder, scale))
 
 
-def _decision_table(studies: Sequence[Study]) -> str:
+def _decision_table(found: Sequence[Place]) -> str:
     rows = [
-        [advice.situation, advise(study, advice) or NOT_RUN, advice.cost, f"`{study.claim.name}`, {advice.experiment}"]
-        for study in studies
-        for advice in study.claim.advice
+        [advice.situation, *_advised(place, advice), advice.cost, f"`{place.claim.name}`, {advice.experiment}"]
+        for place in found
+        for advice in place.claim.advice
+        if advice.experiment == place.experiment.name
     ]
-    return markdown(["situation", "measured", "beside it", "from"], rows)
+    return markdown(["situation", "measured", "where", "beside it", "from"], rows)
 
 
-def _study(claim: Claim, scale: Scale, ledger: Ledger) -> Study:
-    """The study on the hardware that has most of its results; of equals, the newest."""
-    studies = [Study(claim, scale, ledger, device) for device in ledger.devices()] or [Study(claim, scale, ledger, "")]
-    return max(studies, key=lambda study: len(_runs(study)))
-
-
-def _runs(study: Study) -> list[Run]:
-    """All final runs that a study has."""
-    found = {
-        run.hash: run
-        for experiment in study.experiments
-        for standing in standings(study, experiment)
-        for run in standing.runs.values()
-    }
-    return list(found.values())
+def _advised(place: Place, advice: Advice) -> tuple[str, str]:
+    words = advise(place.study, advice)
+    return (NOT_RUN, "") if words is None else (words, place.where)
 
 
 # ---- parts of the page ----
 
 
-def _verdict_table(studies: Sequence[Study]) -> str:
+def _verdict_table(found: Sequence[Place]) -> str:
     rows = []
-    for study in studies:
-        for judged in judge_all(study):
+    for place in found:
+        for judged in judge_all(place.study):
             whose = "paper" if judged.statement.is_claimed else "ours"
-            rows.append([f"`{study.claim.name}`", judged.statement.text, whose, gain_words(judged), f"**{judged.verdict}**"])
-    return markdown(["claim", "statement", "whose", "gain (95 % interval)", "verdict"], rows)
+            where = place.study.scale if judged.gain is not None else ""
+            name = f"`{place.claim.name}`"
+            rows.append([name, judged.statement.text, whose, gain_words(judged), f"**{judged.verdict}**", where])
+    return markdown(["claim", "statement", "whose", "gain (95 % interval)", "verdict", "scale"], rows)
 
 
-def _section(study: Study, plots: Sequence[str]) -> str:
-    claim = study.claim
+def _section(claim: Claim, found: Sequence[Place], plots: Sequence[str]) -> str:
     lines = [f"\n## {claim.title}\n", f"{claim.paper}\n", f"**Claim.** {claim.says}\n"]
     if claim.published:
         lines += [_published(claim.published), ""]
     if claim.published_note:
         lines += [claim.published_note, ""]
-    tables = [table(study, experiment) for experiment in study.experiments]
-    for experiment, made in zip(study.experiments, tables, strict=True):
-        lines += [f"### {experiment.title}\n", _table(made), ""]
+    for place in found:
+        lines += [f"### {place.experiment.title}\n", _table(table(place.study, place.experiment)), "", _provenance(place)]
     lines += [f"![{Path(plot).stem}]({plot})\n" for plot in plots]
-    lines += ["How it differs from the paper:\n", *(f"- {text}" for text in claim.deviations), ""]
-    return "\n".join([*lines, _provenance(study)])
+    return "\n".join([*lines, "How it differs from the paper:\n", *(f"- {text}" for text in claim.deviations), ""])
 
 
 def _table(made: Table | None) -> str:
@@ -120,31 +152,35 @@ def _published(rows: Sequence[Published]) -> str:
     return markdown(["published", *names], cells)
 
 
-def _provenance(study: Study) -> str:
-    runs = _runs(study)
+def _provenance(place: Place) -> str:
+    """Size, hardware, versions and dates of the runs behind a table."""
+    runs = place.runs
     if not runs:
         return ""
+    size = place.experiment.setups[place.study.scale].size
     versions = {f"nmsparse {e['nmsparse']}, torch {e['torch']}, {e['device']}" for e in (run.row["environment"] for run in runs)}
     commits = {str(run.row["environment"].get("commit")) for run in runs} - {"None"}
     when = sorted(str(run.row["when"])[:10] for run in runs)
     dates = when[0] if when[0] == when[-1] else f"{when[0]} to {when[-1]}"
     seconds = sum(run.row["seconds"] or 0 for run in runs)
     at = f", commit {', '.join(sorted(commits))}" if commits else ""
-    return f"{len(runs)} runs, {seconds / 60:.0f} minutes of training in sum, {dates}; {'; '.join(sorted(versions))}{at}.\n"
+    scale = f"Scale {place.study.scale}" + (f" ({size})" if size else "")
+    counted = f"{len(runs)} runs, {seconds / 60:.0f} minutes of training in sum, {dates}"
+    return f"{scale}: {counted}; {'; '.join(sorted(versions))}{at}.\n"
 
 
-def _write_plots(folder: Path, studies: Iterable[Study]) -> dict[str, list[str]]:
+def _write_plots(folder: Path, found: Iterable[Place]) -> dict[str, list[str]]:
     """Write the pictures; their paths by claim."""
     written: dict[str, list[str]] = {}
-    for study in studies:
-        for number, chart in enumerate(study.claim.charts, 1):
-            picture = draw(study, chart)
+    for place in found:
+        for number, chart in enumerate(place.claim.charts, 1):
+            picture = draw(place.study, chart) if chart.experiment == place.experiment.name else None
             if picture is None:
                 continue
-            name = f"{study.claim.name}-{number}-{re.sub(r'[^a-z0-9]+', '-', chart.experiment.lower())}.svg"
+            name = f"{place.claim.name}-{number}-{re.sub(r'[^a-z0-9]+', '-', chart.experiment.lower())}.svg"
             folder.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(picture)
-            written.setdefault(study.claim.name, []).append(f"{PLOTS}/{name}")
+            written.setdefault(place.claim.name, []).append(f"{PLOTS}/{name}")
     kept = {Path(path).name for paths in written.values() for path in paths}
     for old in folder.glob("*.svg"):
         if old.name not in kept:

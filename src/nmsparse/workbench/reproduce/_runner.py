@@ -18,7 +18,7 @@ from nmsparse.workbench.training import TrainConfig, open_task
 
 DATA = "{data}"
 """Stands for the data folder in the settings of a claim: hashes and books know no path of any machine."""
-GUESS_GIB: dict[str, float] = {"toy": 2, "small": 12}
+GUESS_GIB: dict[str, float] = {"toy": 2, "cpu": 2, "small": 12}
 """What a run is taken to need until the first has said, so that a study need not wait for it. A guess with room to spare."""
 
 

@@ -53,7 +53,7 @@ class Study:
         self.scale: Scale = scale
         self.ledger = ledger
         self.device = device
-        self.experiments = [claim.experiment(name) for name in only] or list(claim.experiments)
+        self.experiments = _experiments_at(claim, scale, only)
         self._results: dict[tuple[str, str, int], dict[int, Run]] = {}
         """What was looked up, while the book had so many rows."""
 
@@ -162,6 +162,19 @@ class Study:
         first = self.config(experiment, contender, rate.value, 0)
         found = {seed: self.ledger.find(replace(first, seed=seed), self.device) for seed in range(MOST_SEEDS)}
         return {seed: run for seed, run in found.items() if run is not None}
+
+
+def _experiments_at(claim: Claim, scale: Scale, only: Sequence[str]) -> list[Experiment]:
+    """The experiments that have a setup of this scale; an error where one that was asked for has none."""
+    wanted = [claim.experiment(name) for name in only] or list(claim.experiments)
+    found = [experiment for experiment in wanted if scale in experiment.setups]
+    if not found or (only and len(found) < len(wanted)):
+        lacking = next(experiment for experiment in wanted if scale not in experiment.setups)
+        raise ValueError(
+            f"{claim.name}, {lacking.name}: not at scale {scale}, only at {', '.join(lacking.setups)}. It is about tensor cores, "
+            "or too large."
+        )
+    return found
 
 
 def _score(run: Run) -> float:

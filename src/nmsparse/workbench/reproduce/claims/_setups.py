@@ -51,6 +51,8 @@ def toy(settings: Settings, rates: tuple[float, ...] = (1e-3, 3e-3)) -> Setup:
 CIFAR: Settings = {**SMALL, "task": "cifar10", "batch": 256, "eval_batches": 0}
 """Validation is the whole test part."""
 IMAGES = 50_000
+CIFAR_CPU: Settings = {"batch": 64}
+"""Smaller batches than on a GPU: what a core can do in a minute is a fraction of an epoch, and masks move once per update."""
 
 VIT: Settings = {
     **CIFAR, "model": "vit", "width": 256, "layers": 6, "heads": 4, "steps": 600, "eval_every": 200,
@@ -59,10 +61,12 @@ VIT: Settings = {
 """4.8 M parameters, three epochs. Gradients are not clipped: clipping to 1 would fix the size of Adam's second moment, by which
 STEP decides when to switch, and which is compared here. beta2 = 0.99: Adam's usual 0.999 remembers 1,000 updates; the papers'
 runs are a hundred times that."""
+VIT_CPU: Settings = {**VIT, **CIFAR_CPU, "width": 128, "layers": 3, "steps": 480, "eval_every": 240}
 ADAM_RATES = (5e-4, 1e-3, 2e-3)
 
 RESNET18: Settings = {**CIFAR, "model": "resnet18", "width": 32, "steps": 600, "eval_every": 200}
 """2.8 M parameters, three epochs: half the usual width, so that a GPU shares its time among many."""
+RESNET18_CPU: Settings = {**RESNET18, **CIFAR_CPU, "width": 16, "steps": 480, "eval_every": 240}
 
 
 def epochs(count: float, batch: int, images: int = IMAGES) -> int:
@@ -78,7 +82,8 @@ def vit_setups(exclude: list[str]) -> dict[Scale, Setup]:
     }  # fmt: skip
     return {
         "toy": toy({**TOY_VIT, "exclude": exclude}),
-        "small": Setup({**VIT, "exclude": exclude}, ADAM_RATES),
+        "cpu": Setup({**VIT_CPU, "exclude": exclude}, ADAM_RATES, size="0.6 M parameters, 30,720 images"),
+        "small": Setup({**VIT, "exclude": exclude}, ADAM_RATES, size="4.8 M parameters, three epochs"),
         "full": Setup(full, (5e-4, 1e-3, 2e-3), tuning_share=0.1),
     }
 
@@ -96,6 +101,6 @@ def wide_gpt_setups() -> dict[Scale, Setup]:
     full = {**WIDE_GPT, "width": 4096, "layers": 16, "heads": 32, "length": 1024, "batch": 512, "accumulate": 8, "steps": 20_000}
     return {
         "toy": toy({**TOY_GPT, "emulate": False}),
-        "small": Setup(WIDE_GPT, (1.5e-4, 3e-4, 6e-4), tuning_share=0.3),
+        "small": Setup(WIDE_GPT, (1.5e-4, 3e-4, 6e-4), tuning_share=0.3, size="201 M parameters, 4.9 M bytes"),
         "full": Setup({**full, "save": True, "eval_every": 500}, (1e-4, 2e-4, 4e-4), tuning_share=0.1),
     }
