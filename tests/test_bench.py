@@ -70,7 +70,7 @@ def test_headlines_say_what_was_measured() -> None:
     rows = [
         json.loads(line) for line in (Path(__file__).parent.parent / "benchmarks/results/bench.jsonl").read_text().splitlines()
     ]
-    assert {row["suite"] for row in rows} == {"kernels", "products", "layer", "steps"}
+    assert {row["suite"] for row in rows} >= {"kernels", "products", "layer", "steps"}
     for row in rows:
         line = headline(row)
         assert str(row.get("speedup", row.get("tb_per_s")))[:3] in line

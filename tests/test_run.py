@@ -14,6 +14,7 @@ from toys import make_data, make_net, same, start, train
 import nmsparse as nm
 from nmsparse._tensor_cores import _tell_once
 from nmsparse.functional import magnitude_mask
+from nmsparse.nn import Layer
 from nmsparse.run import run_of
 
 
@@ -497,7 +498,8 @@ class Bypassing(nn.Module):
         return self.head(self.third(nn.functional.linear(x, self.second.weight).relu()))
 
 
-def test_layers_that_are_never_called_are_told_once() -> None:
+def test_layers_that_are_never_called_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Layer, "was_traced", False)  # other tests of this process compile
     model = Bypassing()
     run = nm.sparsify_(model, nm.STE("2:4"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -508,14 +510,17 @@ def test_layers_that_are_never_called_are_told_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler, which looks
-def test_layers_that_share_compiled_code_count_as_called() -> None:
-    model, optimizer, run = start("ste", {})
+def test_layers_that_share_compiled_code_count_as_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of one model, and those of the next, which may find everything compiled."""
+    monkeypatch.setattr(Layer, "was_traced", False)
     torch._dynamo.reset()
-    for block in model.blocks:
-        block.compile(backend="eager", fullgraph=True)
-    train(model, optimizer, 2, make_data())  # a warning would be an error
-    assert run.step == 2
-    assert any(handle.layer.was_traced for handle in run._layers.values())
+    for _ in range(2):
+        model, optimizer, run = start("ste", {})
+        for block in model.blocks:
+            block.compile(backend="eager", fullgraph=True)
+        train(model, optimizer, 2, make_data())  # a warning would be an error
+        assert run.step == 2
+    assert Layer.was_traced
 
 
 class OwnRate(torch.optim.SGD):

@@ -283,12 +283,17 @@ def _not_finite(grads: list[Tensor]) -> Tensor:
 def is_rehearsal(optimizer: torch.optim.Optimizer, layers: Sequence[LayerHandle]) -> bool:
     """torch.distributed.checkpoint takes a step at a learning rate of 0 and with gradients of 0, to make the state that it loads
     into; that is no update. A warm-up may start at a learning rate of 0 too, but not with such gradients."""
-    rates = [group.get("lr") for group in optimizer.param_groups]  # transformers' Adafactor finds its own, and has None
-    if optimizer.state or any(rate is None or float(rate) != 0 for rate in rates):
+    if optimizer.state or not all(_is_host_zero(group.get("lr")) for group in optimizer.param_groups):
         return False
     grads = [layer.parameter.grad for layer in layers if layer.parameter.grad is not None]
     non_zero = [held(grad).count_nonzero().float() for grad in grads]
     return not any(float(count) for count in sum_over_shards(non_zero, grads))
+
+
+def _is_host_zero(rate: Any) -> bool:
+    """Whether a learning rate is 0, without waiting for a GPU: a rehearsal's is on the CPU, whatever the optimizer's own.
+    transformers' Adafactor finds its own, and has None."""
+    return rate is not None and not (isinstance(rate, Tensor) and not rate.is_cpu) and float(rate) == 0
 
 
 def _first(names: list[str], flags: Tensor) -> str | None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from nmsparse._update import LayerHandle
+from nmsparse.nn import Layer
 from nmsparse.recipes import Recipe
 
 
@@ -60,8 +61,8 @@ def check_left_out(optimizer: torch.optim.Optimizer, others: Sequence[LayerHandl
 
 def warn_of_bypass(layers: Sequence[LayerHandle]) -> None:
     """A model that reads ``layer.weight`` without calling the layer trains it dense, and ``freeze_`` then prunes it."""
-    if any(handle.layer.was_traced for handle in layers):
-        return  # what was compiled for one layer may have served others, which then do not know
+    if Layer.was_traced:
+        return
     found = [handle.name for handle in layers if handle.parameter.grad is not None and not handle.layer.was_called]
     if found:
         names = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from nmsparse.functional import violations
-from nmsparse.kernels import SPARSE_MATMUL, Product, hardware, misfit, packed_size, padded, select, time_products
+from nmsparse.kernels import SPARSE_MATMUL, Product, hardware, misfit, packed_size, padded, select, serving_times, time_products
 from nmsparse.nn import (
     PackedMixin,
     densify_,
@@ -168,6 +168,8 @@ def _obstacle(
     """Why a layer cannot be packed; None if it can."""
     if not _is_packable(module):
         return f"{type(module).__name__} may read its weight in ways of its own"
+    if "forward" in vars(module):
+        return "its forward was replaced on the layer itself, as accelerate's hooks do"
     weight: Any = module._parameters.get("weight")
     if weight is None or type(weight.data).__name__ == "DTensor" or weight.is_meta:
         return "its weight is computed, sharded or on the meta device"
@@ -190,7 +192,7 @@ def _obstacle(
 
 
 def _measure(layers: Mapping[str, nn.Module], tokens: int, dtype: torch.dtype | None) -> Plan:
-    """Times of all products, searched in one go, and the choice for each layer."""
+    """Algorithms for all products, searched in one go; times of calls with them, and the choice for each layer."""
     products: dict[str, tuple[Product, torch.device]] = {}
     for name, module in layers.items():
         out_features, in_features, is_transposed, device, stored = _sizes(module)
@@ -201,18 +203,25 @@ def _measure(layers: Mapping[str, nn.Module], tokens: int, dtype: torch.dtype | 
     for device in devices:
         own = {name: product for name, (product, where) in products.items() if where == device}
         choices = time_products(dict.fromkeys(own.values()), device)
-        plans |= {name: _judged(product, choices.get(product)) for name, product in own.items()}
+        timed: dict[tuple[Product, bool], LayerPlan] = {}
+        for name, product in own.items():
+            kind = product, layers[name].bias is not None
+            if kind not in timed:
+                times = serving_times(product, tokens, kind[1], device) if choices.get(product) is not None else None
+                timed[kind] = _judged(product, times)
+            plans[name] = timed[kind]
     facts = {"name": "inference", "pattern": PATTERN}
     return Plan(facts, tokens, 1, hardware(next(iter(devices))), {name: plans[name] for name in layers})
 
 
-def _judged(product: Product, choice: Any) -> LayerPlan:
-    if choice is None:
-        times = ProductTime(None, None, 0.0, "no algorithm of the library computes it")
-        return LayerPlan(product.m, product.k, {OUTPUT: times}, 0.0, 0.0)
-    pays = choice.sparse_ms < (1 - MARGIN) * choice.dense_ms
-    times = ProductTime(choice.dense_ms, choice.sparse_ms, 0.0, None if pays else NOT_FASTER)
-    return LayerPlan(product.m, product.k, {OUTPUT: times}, choice.dense_ms, choice.sparse_ms if pays else choice.dense_ms)
+def _judged(product: Product, times: tuple[float, float] | None) -> LayerPlan:
+    if times is None:
+        unknown = ProductTime(None, None, 0.0, "no algorithm of the library computes it")
+        return LayerPlan(product.m, product.k, {OUTPUT: unknown}, 0.0, 0.0)
+    dense_ms, sparse_ms = times
+    pays = sparse_ms < (1 - MARGIN) * dense_ms
+    measured = ProductTime(dense_ms, sparse_ms, 0.0, None if pays else NOT_FASTER)
+    return LayerPlan(product.m, product.k, {OUTPUT: measured}, dense_ms, sparse_ms if pays else dense_ms)
 
 
 def _pack(module: nn.Module, name: str, dtype: torch.dtype | None, handle: Accelerated) -> str:

@@ -6,6 +6,7 @@ install it. Options after the number go to pytest.
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -27,12 +28,16 @@ def collect(options: list[str]) -> list[str]:
 
 
 def main() -> None:
-    jobs, options = int(sys.argv[1]), sys.argv[2:]
-    together, alone = collect(["-m", "gpu and not alone", *options]), collect(["-m", "gpu and alone", *options])
+    parser = argparse.ArgumentParser(description="Run the GPU tests in several processes.")
+    parser.add_argument("jobs", type=int)
+    parser.add_argument("-m", dest="marked", default="gpu", help="further markers, as for pytest")
+    given, options = parser.parse_known_args()
+    marked = f"gpu and ({given.marked})"  # pytest takes the last -m only
+    together, alone = (collect(["-m", f"{marked} and {which}", *options]) for which in ("not alone", "alone"))
     if not together + alone:
         sys.exit("no GPU test fits these options.")
-    failed = run(together, jobs) + run(alone, 1)
-    print(f"{len(together)} tests in up to {jobs} processes, then {len(alone)} alone; {failed} processes with failures.")
+    failed = run(together, given.jobs) + run(alone, 1)
+    print(f"{len(together)} tests in up to {given.jobs} processes, then {len(alone)} alone; {failed} processes with failures.")
     sys.exit(bool(failed))
 
 

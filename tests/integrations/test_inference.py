@@ -8,17 +8,19 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import Tensor, nn
 from toys import same
 
 import nmsparse as nm
-from nmsparse.kernels import Choice, Product, _dispatch
+from nmsparse.kernels import Choice, Product, _dispatch, _serving_times, serving_times
 from nmsparse.nn import PackedLinear
 
 BF16 = torch.bfloat16
@@ -120,9 +122,14 @@ def test_measured_times_decide_and_can_be_used_again(monkeypatch: pytest.MonkeyP
 
     def times(products: Iterable[Product], device: torch.device) -> dict[Product, Choice | None]:
         asked.extend(products)
-        return {p: Choice(1, 1, 0.5 if p.m == 128 else 2.0, 1.0, 0.0) for p in asked}
+        return dict.fromkeys(asked, Choice(1, 1, 9.0, 9.0, 0.0))
+
+    def serving(product: Product, tokens: int, has_bias: bool, device: torch.device) -> tuple[float, float]:
+        assert (tokens, has_bias) == (13, product.m == 128)
+        return 1.0, 0.5 if product.m == 128 else 2.0
 
     monkeypatch.setattr("nmsparse.inference.time_products", times)
+    monkeypatch.setattr("nmsparse.inference.serving_times", serving)
     model = frozen()
     handle = nm.accelerate_(model, tokens=13)
     assert [(p.m, p.n, p.k, p.has_bias) for p in asked] == [(128, 16, 64, False), (64, 16, 128, False)]
@@ -135,6 +142,51 @@ def test_measured_times_decide_and_can_be_used_again(monkeypatch: pytest.MonkeyP
     again = nm.accelerate_(frozen(), plan=nm.Plan.load(tmp_path / "plan.json"))
     assert again.packed == ["up"]
     assert not asked
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_served_calls_are_timed_on_weights_in_turn(is_transposed: bool, has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense weights of 16 KiB and packed ones of 9 KiB, as many as the cache cannot keep; the calls are those of the layer."""
+    timed: list[tuple[int, list[Tensor]]] = []
+
+    def device_milliseconds(call: Callable[[], Tensor], at_least_ms: float, calls: int) -> float:
+        timed.append((calls, [call() for _ in range(calls + 1)]))
+        return float(len(timed))
+
+    monkeypatch.setattr(_serving_times, "device_milliseconds", device_milliseconds)
+    monkeypatch.setattr(_serving_times, "COLD_BYTES", 48 << 10)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    product = Product(128, 16, 64, is_transposed, True, True, BF16)
+    assert serving_times(product, 13, has_bias, torch.device("cpu")) == (1.0, 2.0)
+    assert [calls for calls, _ in timed] == [3, 6]
+    for calls, outputs in timed:
+        assert {output.shape for output in outputs} == {(13, 128)}
+        assert torch.equal(outputs[0], outputs[calls]), "the first weight again"
+        assert not torch.equal(outputs[0], outputs[1])
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_layer_whose_forward_was_replaced_stays_dense() -> None:
+    """accelerate's hooks keep the forward of the class that they found, which would never see the packed weight."""
+    model = frozen()
+    add_hook_to_module(model.up, AlignDevicesHook())
+    handle = nm.accelerate_(model, plan=Everything(), keep_dense=False)
+    assert handle.layers["up"] == "its forward was replaced on the layer itself, as accelerate's hooks do"
+    assert handle.packed == ["down"]
+    with torch.inference_mode():
+        torch.testing.assert_close(model(some_input()), frozen()(some_input()), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_single_vector_is_an_input_too() -> None:
+    model = frozen()
+    x = some_input()[0, 0]
+    with torch.inference_mode():
+        expected = model(x)
+        nm.accelerate_(model, plan=Everything())
+        torch.testing.assert_close(model(x), expected, rtol=2e-2, atol=2e-2)
+        assert model.up(x).shape == (128,)
 
 
 @pytest.mark.usefixtures("engine")
@@ -345,6 +397,7 @@ def test_bench_compares_the_same_computation(family: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         "nmsparse.inference.time_products", lambda products, device: {p: Choice(1, 1, 0.5, 1.0, 0.0) for p in products}
     )
+    monkeypatch.setattr("nmsparse.inference.serving_times", lambda *call: (1.0, 0.5))
     monkeypatch.setattr(_records.Recorder, "__post_init__", lambda self: setattr(self, "stamp", {}))
     record = _records.Recorder()
     for call in (_inference.Call("prefill", 2, 16), _inference.Call("decode", 3, 1)):

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from nmsparse.kernels import SPARSE_MATMUL, _dispatch, _engine, _search, _search_child, select
+from nmsparse.kernels import SPARSE_MATMUL, _dispatch, _engine, _search, select
 from nmsparse.kernels._cusparselt import CusparseLtError, Product
+from nmsparse.kernels._layout import random_packed
 from nmsparse.kernels._search import Choice, Choices, Searcher, cache_folder, key_of, product_of
 
 HARDWARE = {"format": _search.FORMAT, "gpu": "a GPU of tests", "driver": "1.2", "cusparselt": 800}
@@ -606,7 +607,7 @@ def test_each_device_keeps_one_searcher(monkeypatch):
 def test_random_operands_are_packed_matrices():
     torch.manual_seed(0)
     for product in (PRODUCT, PRODUCT._replace(m_major=True, dtype=torch.float16)):
-        packed = _search_child.random_operand(product, torch.device("cpu"))
+        packed = random_packed(product.m, product.k, product.dtype, torch.device("cpu"))
         assert packed.dtype == product.dtype
         metadata = packed[product.m * product.k // 2 :].view(torch.uint8).long()
         assert (metadata & 15).unique().tolist() == [0x4, 0x8, 0x9, 0xC, 0xD, 0xE]

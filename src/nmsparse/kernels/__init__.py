@@ -23,6 +23,7 @@ from nmsparse.kernels._ops import (
     unpack_sparse,
 )
 from nmsparse.kernels._search import Choice, cache_folder, device_milliseconds
+from nmsparse.kernels._serving_times import serving_times
 
 __all__ = [
     "ACTIVATIONS",
@@ -45,6 +46,7 @@ __all__ = [
     "padded",
     "sampled_grad_weight",
     "select",
+    "serving_times",
     "sparse_matmul",
     "time_products",
     "transposable_kernel",

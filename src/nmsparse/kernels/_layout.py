@@ -88,3 +88,12 @@ def decompress(packed: Tensor, m: int, k: int, major: Major) -> Tensor:
     positions = torch.stack([nibbles & 3, nibbles >> 2], 2)
     dense = packed.new_zeros(m, k // 4, 4).scatter_(2, positions, values.unflatten(1, (-1, 2))).flatten(1)
     return dense if major == "k" else dense.t().contiguous()
+
+
+def random_packed(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A packed operand of random values in random legal positions, of either major; for measurements."""
+    count = m * k
+    values = torch.randn(count // 2, device=device).to(dtype)
+    legal = torch.tensor([0x4, 0x8, 0x9, 0xC, 0xD, 0xE], device=device)
+    nibbles = legal[torch.randint(6, (2, count // 8), device=device)]
+    return torch.cat([values.view(torch.uint8), (nibbles[0] | nibbles[1] << 4).to(torch.uint8)]).view(dtype)

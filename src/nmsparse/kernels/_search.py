@@ -30,7 +30,8 @@ import torch
 from nmsparse.kernels._cusparselt import Product, version
 
 logger = logging.getLogger("nmsparse")
-FORMAT = 1
+FORMAT = 2
+"""Of the file; raised when times are taken otherwise than before."""
 CHILDREN = 12
 """Processes that may be lost on one product; after half of them only what was timed already is considered."""
 START_S = 180
@@ -289,15 +290,15 @@ def _searcher(device: int) -> Searcher:
     return _SEARCHERS[device]
 
 
-def device_milliseconds(call: Any, at_least_ms: float) -> float:
+def device_milliseconds(call: Any, at_least_ms: float, calls: int = 8) -> float:
     """Mean time of a short call on the device alone: captured in a CUDA graph, because launching takes longer."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(8):
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):  # torch's own belongs to the device that was captured on first
+        for _ in range(calls):
             call()
-    return milliseconds(graph.replay, at_least_ms) / 8
+    return milliseconds(graph.replay, at_least_ms) / calls
 
 
 def milliseconds(call: Any, at_least_ms: float) -> float:

@@ -9,14 +9,15 @@ import json
 import select
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from nmsparse.kernels._cusparselt import Algorithm, CusparseLtError, Plan, Product
-from nmsparse.kernels._layout import decompress, packed_size
-from nmsparse.kernels._search import Choice, milliseconds, product_of
+from nmsparse.kernels._layout import decompress, random_packed
+from nmsparse.kernels._search import Choice, device_milliseconds, milliseconds, product_of
 
 IDLE_S = 15
 """After so long without a question it goes away and frees its memory."""
@@ -24,17 +25,14 @@ ERROR = 4e-3
 """Largest relative error against the dense product in the same 16-bit type: both round their results once."""
 FINALISTS = 3
 SPLIT_K = (2, 4)
+LAUNCH_MS = 0.03
+"""Calls that take less may take as long to launch, so they are timed on the device alone."""
 
 
-def random_operand(product: Product, device: torch.device) -> torch.Tensor:
-    """A packed operand of random values in random legal positions."""
-    count = product.m * product.k
-    values = torch.randn(count // 2, device=device).to(product.dtype)
-    legal = torch.tensor([0x4, 0x8, 0x9, 0xC, 0xD, 0xE], device=device)
-    nibbles = legal[torch.randint(6, (2, count // 8), device=device)]
-    packed = torch.cat([values.view(torch.uint8), (nibbles[0] | nibbles[1] << 4).to(torch.uint8)]).view(product.dtype)
-    assert packed.numel() == packed_size(product.m, product.k)
-    return packed
+def call_milliseconds(call: Callable[[], object], at_least_ms: float) -> float:
+    """Mean time of a call, without its launch where that could be what takes long."""
+    took = milliseconds(call, at_least_ms)
+    return took if took > LAUNCH_MS else device_milliseconds(call, at_least_ms)
 
 
 def dense_product(product: Product, stored: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
@@ -55,7 +53,7 @@ def time_algorithms(
     ``known`` are times of a child that was lost later; with ``finish`` nothing else is tried.
     """
     where = torch.device("cuda", device)
-    packed = random_operand(product, where)
+    packed = random_packed(product.m, product.k, product.dtype, where)
     b = torch.randn((product.n, product.k) if product.b_transposed else (product.k, product.n), device=where).to(product.dtype)
     shape = (product.n, product.m) if product.d_transposed else (product.m, product.n)
     out, expected = torch.empty(shape, device=where, dtype=product.dtype), torch.empty(shape, device=where, dtype=product.dtype)
@@ -72,7 +70,7 @@ def time_algorithms(
         say({"trying": list(algorithm)})
         try:
             plan = Plan(product, device, algorithm)
-            timed.append((milliseconds(lambda plan=plan: plan.run(packed, b, out), 3), algorithm))
+            timed.append((call_milliseconds(lambda plan=plan: plan.run(packed, b, out), 3), algorithm))
         except CusparseLtError:
             torch.cuda.synchronize(device)  # refused is fine; a broken context raises here, and ends this process
             continue
@@ -94,14 +92,14 @@ def time_algorithms(
     if not right:
         return None
     stored = torch.randn((product.k, product.m) if product.m_major else (product.m, product.k), device=where).to(product.dtype)
-    dense_ms = milliseconds(lambda: dense_product(product, stored, b, expected), 20)
+    dense_ms = call_milliseconds(lambda: dense_product(product, stored, b, expected), 20)
     again = []
     for algorithm, error in right:
         say({"trying": list(algorithm)})
         plan = Plan(product, device, algorithm)
-        again.append((milliseconds(lambda plan=plan: plan.run(packed, b, out), 20), algorithm, error))
+        again.append((call_milliseconds(lambda plan=plan: plan.run(packed, b, out), 20), algorithm, error))
     sparse_ms, algorithm, error = min(again)
-    dense_ms = (dense_ms + milliseconds(lambda: dense_product(product, stored, b, expected), 20)) / 2
+    dense_ms = (dense_ms + call_milliseconds(lambda: dense_product(product, stored, b, expected), 20)) / 2
     return Choice(algorithm.id, algorithm.split_k, round(sparse_ms, 5), round(dense_ms, 5), round(error, 6))
 
 

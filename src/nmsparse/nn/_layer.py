@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,8 +34,8 @@ class Layer:
     """The recipe runs on an optimizer, and none is attached yet."""
     was_called: bool = False
     """By a forward pass, in Python: compiled code does not come by here."""
-    was_traced: bool = False
-    """By a compiler, whose code may serve other layers as well."""
+    was_traced: ClassVar[bool] = False
+    """Any layer, by a compiler: its code may serve layers of other models of this process as well, which then do not know."""
     parked: State = field(default_factory=dict)
     """The state while the weight is on the meta device: accelerate shards models there and loads their weights afterwards."""
 
@@ -53,7 +53,7 @@ class Layer:
 
     def note_trace(self) -> bool:
         """Called while a compiler traces, and then never again: no write, guard or graph break is left in what it compiles."""
-        self.was_traced = True
+        Layer.was_traced = True
         return True
 
     # what torch.compiler.assume_constant_result sets, which would import the compiler here

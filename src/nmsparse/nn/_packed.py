@@ -56,10 +56,9 @@ class PackedMixin:
         why = self._needs_dense(x, dtype)
         if why is not None:
             return self._dense(input, why)
-        y = sparse_matmul(
-            packed.values, x.flatten(0, -2), bias, packed.out_features, packed.in_features, packed.is_transposed, True, True
-        )
-        return cast(Tensor, y.unflatten(0, x.shape[:-1]))
+        rows, sizes = x.reshape(-1, x.shape[-1]), (packed.out_features, packed.in_features)
+        y = sparse_matmul(packed.values, rows, bias, *sizes, packed.is_transposed, True, True)
+        return cast(Tensor, y.view(*x.shape[:-1], packed.out_features))
 
     def _needs_dense(self, x: Tensor, dtype: torch.dtype) -> str | None:
         """Why a call cannot use the packed weight; None if it can."""

@@ -100,4 +100,10 @@ def prepared(model: nn.Module, x: Tensor) -> tuple[Callable[[], object], Tensor]
     with torch.cuda.graph(graph):
         output = call()
     graph.replay()
-    return graph.replay, output.clone()
+
+    def replay(owners: tuple[nn.Module, Tensor] = (model, x)) -> Tensor:
+        """A graph does not own what it reads, so the call does."""
+        graph.replay()
+        return output
+
+    return replay, output.clone()
