@@ -6,12 +6,14 @@ Everything here turns numbers that would be silently wrong into an error, or int
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from nmsparse._update import LayerHandle
-from nmsparse.nn import Layer
+from nmsparse.nn import Layer, Permuted
 from nmsparse.recipes import Recipe
 
 
@@ -57,6 +59,24 @@ def check_left_out(optimizer: torch.optim.Optimizer, others: Sequence[LayerHandl
             "clock: their weights were not among its parameters when run.attach was called. Add parameter groups before that; "
             "and under fully_shard, if a forward pass came before, call reshard() on the outermost sharded module first."
         )
+
+
+def check_moments(optimizer: torch.optim.Optimizer, permuted: Permuted) -> None:
+    """Before a run's first update an optimizer may hold no moments of reordered channels: they are in the old order."""
+    held = ((name, parameter, optimizer.state.get(parameter, {})) for name, parameter in permuted.parameters())
+    stale = next((name for name, parameter, state in held if _has_moments(parameter, state)), None)
+    if stale is not None:
+        raise RuntimeError(
+            f"{stale}: its channels were reordered when the model was converted (permute=True), and this "
+            f"{type(optimizer).__name__} holds state for it from before. Make a new optimizer after sparsify_; to go on with a "
+            "saved run, call run.load_state_dict before the first update."
+        )
+
+
+def _has_moments(parameter: Tensor, state: Mapping[str, Any]) -> bool:
+    """Zeros have no order: torch.distributed.checkpoint makes such state ahead of time."""
+    tensors = (value for value in state.values() if isinstance(value, Tensor) and value.shape == parameter.shape)
+    return any(bool(value.any()) for value in tensors)
 
 
 def warn_of_bypass(layers: Sequence[LayerHandle]) -> None:

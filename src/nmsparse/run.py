@@ -25,7 +25,7 @@ from nmsparse._saved import VERSION, check_same_model, copied, describe, from_sa
 from nmsparse._stats import totals
 from nmsparse._tensor_cores import Rule, TensorCores, Verdict
 from nmsparse._update import FiniteCheck, LayerHandle, OptimizerUpdate, fill, is_rehearsal
-from nmsparse._wrappers import check_left_out, check_shapes, check_updated, parameters_of, warn_of_bypass
+from nmsparse._wrappers import check_left_out, check_moments, check_shapes, check_updated, parameters_of, warn_of_bypass
 from nmsparse.nn import Permuted, SparseModule, Targets, convert_, layer_of, ranks, reshard
 from nmsparse.recipes import Clock, Recipe, recipe_info
 
@@ -337,6 +337,8 @@ class Run:
         attached = {layer.name for other in self._attachments for layer in other.layers}
         others = [handle for name, handle in self._layers.items() if handle.is_live and name not in attached]
         check_left_out(attachment.optimizer, others)
+        if not self._has_started:  # a run that goes on has loaded moments in the new order
+            check_moments(attachment.optimizer, self._hook.permuted)
         if self._hook.was_called:
             warn_of_bypass(layers)
         attachment.is_checked = True
@@ -468,6 +470,7 @@ class Run:
         """Of :meth:`state_dict`, what evaluation needs beside the weights: the masks and scales of the layers. The clock stays as
         it is, and no optimizer need be attached; a run that goes on training takes :meth:`load_state_dict`."""
         check_same_model(state, self.recipe, self.seed, {name: handle.state for name, handle in self._layers.items()})
+        self._has_started = True  # what was frozen at the start of the saved run stays: a new clock does not make it anew
         self._copy_layers(state)
         self.refresh()
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nmsparse.functional as F
+from nmsparse.functional import _channels
 from nmsparse.functional._channels import _splits
 
 from .oracles import samples
@@ -157,3 +158,18 @@ def test_groups_too_large_to_search_are_refused():
 def test_columns_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="size 10 of dim 1"):
         F.channel_permutation(torch.ones(4, 10), "2:4")
+
+
+def test_the_time_limit_holds_while_pairs_are_scored(monkeypatch):
+    """A wide layer has so many pairs of groups that scoring them once takes longer than anybody waits."""
+    now = iter(range(1000))
+    scored = []
+    monkeypatch.setattr(_channels, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(_channels, "ELEMENTS_AT_ONCE", 1)
+    topk = torch.Tensor.topk
+    monkeypatch.setattr(torch.Tensor, "topk", lambda self, *a, **k: scored.append(1) or topk(self, *a, **k))
+    weight = samples("gaussian", 4, 32)  # 28 pairs of groups
+    order = F.channel_permutation(weight, "2:4", time_limit=6.0)
+    assert len(scored) == 5
+    assert sorted(order.tolist()) == list(range(32))
+    assert kept(weight[:, order]) >= kept(weight)

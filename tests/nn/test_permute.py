@@ -678,6 +678,39 @@ class TestASP:
         nm.densify_(resumed)
         assert all(torch.equal(original[key], value) for key, value in resumed.state_dict().items())
 
+    def test_moments_from_before_the_permutation_are_refused(self) -> None:
+        import nmsparse as nm
+
+        def build() -> nn.Sequential:
+            torch.manual_seed(0)
+            return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 4))
+
+        def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+            optimizer.zero_grad()
+            model(torch.randn(4, 16)).square().mean().backward()
+            optimizer.step()
+
+        model = build()
+        old = torch.optim.AdamW(model.parameters())
+        step(model, old)
+        run = nm.sparsify_(model, nm.ASP("2:4", permute=True))
+        run.attach(old)
+        with pytest.raises(RuntimeError, match=r"^0\.weight: its channels were reordered .* AdamW holds state .* from before"):
+            step(model, old)
+        run.detach(old)
+        fresh = torch.optim.AdamW(model.parameters())
+        run.attach(fresh)
+        step(model, fresh)
+
+        resumed = build()
+        again = nm.sparsify_(resumed, nm.ASP("2:4", permute=True))
+        optimizer = torch.optim.AdamW(resumed.parameters())
+        optimizer.load_state_dict(fresh.state_dict())
+        again.attach(optimizer)
+        resumed.load_state_dict(model.state_dict())
+        again.load_state_dict(run.state_dict())
+        step(resumed, optimizer)  # moments in the new order
+
     def test_densify_does_not_break_a_layer_that_was_frozen_before(self) -> None:
         import nmsparse as nm
 

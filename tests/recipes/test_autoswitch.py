@@ -49,6 +49,14 @@ def test_nothing_settles_before_the_window_is_full(statistic, window):
     assert decisions == [False] * (window - 1) + [True] * 4
 
 
+def test_weights_without_a_gradient_count_as_unchanged():
+    """Experts that no token reached: the mean runs over them too."""
+    grad, variance = draw(0)
+    full = value("arithmetic", (grad, variance, 0.9))
+    with_idle = AutoSwitch("arithmetic", 1e-8, 10).sample([(grad, variance, 0.9)], idle=3 * grad.numel())
+    assert float(with_idle) == pytest.approx(full / 4)
+
+
 def test_staleness_needs_two_variances_one_window_apart():
     assert settled(AutoSwitch("staleness", 1e-8, 5), [1.0] * 8) == [False] * 5 + [True] * 3
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from toys import make_data, make_net, start, train
+from toys import STEPS, make_data, make_net, start, train
 
 import nmsparse as nm
 from nmsparse.functional import flip_rate, magnitude_mask, soft_threshold, soft_threshold_scale, transposable_mask, violations
@@ -26,6 +26,22 @@ class TestSSTE:
         expected = soft_threshold_scale(make_net().embed.weight, "2:4")
         train(model, optimizer, 10, make_data())
         assert torch.equal(run._layers["embed"].state["scale"], expected)
+
+    @pytest.mark.parametrize("name", ["s-ste", "trio"])
+    def test_fine_tuning_keeps_the_scale_of_the_run_before(self, name: str) -> None:
+        model, optimizer, run = start(name, {})
+        train(model, optimizer, STEPS, make_data())
+        saved = run.state_dict()
+        again = make_net()
+        again.load_state_dict(model.state_dict())
+        other = nm.sparsify_(again, nm.recipe(name))
+        other.load_layers(saved)
+        other.attach(torch.optim.AdamW(again.parameters(), lr=1e-3), total_steps=STEPS)
+        assert torch.equal(nm.effective_weight(again.embed), nm.effective_weight(model.embed))
+        train(again, other.optimizers[0], 3, make_data())
+        for key, value in saved["layers"]["embed"].items():
+            if "scale" in key:
+                assert torch.equal(other._layers["embed"].state[key], value)
 
     def test_forward_sees_the_scaled_soft_threshold(self) -> None:
         model, _, run = start("s-ste", {})
@@ -55,6 +71,30 @@ class TestSSTE:
     def test_scale_of_fresh_layers(self, draw, beta: float) -> None:
         torch.manual_seed(0)
         assert float(soft_threshold_scale(draw(1024, 1024), "2:4")) == pytest.approx(beta, abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["s-ste", "fst", "trio"])
+def test_sampling_the_weight_gradient_leaves_the_data_gradient_as_it_is(name: str) -> None:
+    x, grad = torch.randn(12, 16, generator=torch.Generator().manual_seed(0)), torch.ones(12, 8)
+    found = []
+    for mvue in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Linear(16, 8)
+        nm.sparsify_(layer, nm.recipe(name, "2:4", mvue=mvue)).attach(torch.optim.SGD(layer.parameters(), lr=0.1), 10)
+        inputs = x.clone().requires_grad_()
+        layer(inputs).backward(grad)
+        found.append(inputs.grad)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["s-ste", "fst"])
+def test_the_data_gradient_goes_through_the_weight_of_the_forward_product(name: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 8)
+    nm.sparsify_(layer, nm.recipe(name)).attach(torch.optim.SGD(layer.parameters(), lr=0.1), 10)
+    x, grad = torch.randn(12, 16, requires_grad=True), torch.randn(12, 8)
+    layer(x).backward(grad)
+    torch.testing.assert_close(x.grad, grad @ nm.effective_weight(layer))
 
 
 class TestSRSTE:
@@ -100,6 +140,27 @@ class TestASP:
             train(model, optimizer, 1, make_data())
         assert run.stats()["total"]["flip_rate"] == 0
 
+    def test_a_new_clock_begins_dense_again_or_keeps_the_mask_that_was_there_from_the_start(self) -> None:
+        model, optimizer, run = start("asp", {"start": 3})
+        train(model, optimizer, 5, make_data())
+        run.detach(optimizer)
+        again = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        run.attach(again, total_steps=STEPS)
+        assert run._layers["embed"].state["mask"].all()
+        train(model, again, 2, make_data())
+        assert violations(model.embed.weight, "2:4") > 0
+        train(model, again, 1, make_data())
+        assert violations(nm.effective_weight(model.embed), "2:4") == 0
+
+        model, optimizer, run = start("asp", {})
+        train(model, optimizer, 2, make_data())
+        before = run._layers["embed"].state["mask"].clone()
+        run.detach(optimizer)
+        with torch.no_grad():
+            model.embed.weight.copy_(torch.randn_like(model.embed.weight))  # of which another mask would keep more
+        run.attach(torch.optim.AdamW(model.parameters(), lr=1e-2), total_steps=STEPS)
+        assert torch.equal(run._layers["embed"].state["mask"], before)
+
     def test_mask_follows_the_module_to_another_dtype(self) -> None:
         model, _, run = start("asp", {})
         before = run._layers["embed"].state["mask"].clone()
@@ -127,6 +188,11 @@ class TestFST:
             train(model, optimizer, 1, make_data())
         assert torch.equal(nm.effective_weight(model.embed), model.embed.weight)
         assert run.stats()["total"]["density"] == 1.0
+
+    @pytest.mark.parametrize("total", [30, 60, 90, 330, 990])
+    def test_the_tail_begins_exactly_where_its_share_says(self, total: int) -> None:
+        recipe = nm.FST("2:4", dense_tail=1 / 3)
+        assert [recipe.in_tail(Clock(step, total)) for step in (2 * total // 3 - 1, 2 * total // 3)] == [False, True]
 
     def test_weight_gradient_is_exact_in_the_tail(self) -> None:
         model, optimizer, _ = start("fst", {})

@@ -473,3 +473,35 @@ def test_resumed_run_equals_uninterrupted_run(recipe, stop, implementation):
     assert_identical(fresh.state_dict(), model.state_dict())
     assert_identical(its_optimizer.state_dict(), optimizer.state_dict())
     assert_identical(its_run.state_dict(), run.state_dict())
+
+
+def test_a_new_clock_begins_with_a_dense_phase() -> None:
+    """Its variance must not be estimated under the masks of the phase before."""
+    model, optimizer, run = make_run(nm.STEP("2:4", switch=3))
+    train(model, optimizer, range(5))
+    assert run.stats()["total"]["density"] == pytest.approx(0.5)
+    run.detach(optimizer)
+    again = nm.StepAdamW(model.parameters(), lr=1e-2)
+    run.attach(again, STEPS)
+    model.train()
+    assert torch.equal(nm.effective_weight(model[0]), model[0].weight)
+    train(model, again, range(2))
+    assert not any(again.is_frozen(p) for p in model.parameters())
+    train(model, again, range(2, 4))
+    assert nm.functional.violations(nm.effective_weight(model[0]), "2:4") == 0
+    assert again.is_frozen(model[0].weight)
+
+
+def test_layers_without_a_gradient_make_the_change_of_the_variance_smaller() -> None:
+    """AutoSwitch takes the mean over all sparse weights, those of an idle expert as well."""
+    found = []
+    for is_idle in (False, True):
+        model, optimizer, run = make_run(nm.STEP("2:4"), total_steps=100)
+        loss_of(model, 0).backward()
+        if is_idle:
+            model[2].weight.grad = None
+        optimizer.step()
+        found.append(run.stats()["total"]["variance_change"] * (8 * 16 + 16 * 8))
+        grads = [model[i].weight.grad for i in (0, 2) if model[i].weight.grad is not None]
+        assert found[-1] == pytest.approx(sum(0.001 * float(grad.square().sum()) for grad in grads), rel=1e-4)
+    assert found[1] < found[0]

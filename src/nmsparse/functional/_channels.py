@@ -85,23 +85,28 @@ def _descend(magnitude: Tensor, order: Tensor, pattern: Pattern, deadline: float
     """Apply the best exchanges between pairs of stripes until none gains."""
     stripes = order.view(-1, pattern.m).clone()
     pairs = torch.combinations(torch.arange(len(stripes), device=order.device))
-    gain, split = _score(magnitude, stripes, pairs, pattern)
+    gain, split = _score(magnitude, stripes, pairs, pattern, deadline)
     floor = WORTHWHILE * float(magnitude.sum())
     while monotonic() < deadline:
         touched = _apply_best(stripes, pairs, gain, split, floor, pattern.m)
         if not touched.any():
             break
         stale = touched[pairs].any(1)
-        gain[stale], split[stale] = _score(magnitude, stripes, pairs[stale], pattern)
+        gain[stale], split[stale] = _score(magnitude, stripes, pairs[stale], pattern, deadline)
     return stripes.flatten()
 
 
-def _score(magnitude: Tensor, stripes: Tensor, pairs: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
-    """For each pair of stripes the gain of its best split over the present one, and which split it is."""
+def _score(magnitude: Tensor, stripes: Tensor, pairs: Tensor, pattern: Pattern, deadline: float) -> tuple[Tensor, Tensor]:
+    """For each pair of stripes the gain of its best split over the present one, and which split it is; pairs that there is no
+    time for gain nothing."""
     splits = torch.tensor(_splits(pattern.m), device=stripes.device)
     gains: list[Tensor] = []
     choices: list[Tensor] = []
     for part in pairs.split(max(1, ELEMENTS_AT_ONCE // (magnitude.shape[0] * splits.numel()))):
+        if monotonic() >= deadline:
+            gains.append(magnitude.new_zeros(len(part)))
+            choices.append(torch.zeros(len(part), dtype=torch.long, device=part.device))
+            continue
         columns = stripes[part].flatten(1)[:, splits]  # pairs, splits, 2m
         dealt = magnitude[:, columns].unflatten(-1, (2, pattern.m))
         kept = dealt.topk(pattern.n, dim=-1).values.sum((0, -1, -2))

@@ -8,7 +8,7 @@ Only `forward` is followed: what other methods of the model return may come in t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -40,10 +40,20 @@ class Permuted:
         """Put everything back in its old order, exactly. A second call does nothing."""
         while self.moves:
             name, dim, permutation = self.moves.pop()
-            path, _, key = name.rpartition(".")
-            # looked up now: moving a model to another device or dtype replaces its buffers
-            tensor = getattr(cast(nn.Module, self.model).get_submodule(path), key)
-            _reorder_(tensor, dim, permutation.argsort(-1))
+            _reorder_(self._tensor(name), dim, permutation.argsort(-1))
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that were reordered."""
+        for name in dict.fromkeys(name for name, _, _ in self.moves):
+            tensor = self._tensor(name)
+            if isinstance(tensor, nn.Parameter):
+                yield name, tensor
+
+    def _tensor(self, name: str) -> Tensor:
+        """Looked up now: moving a model to another device or dtype replaces its buffers."""
+        path, _, key = name.rpartition(".")
+        tensor: Tensor = getattr(cast(nn.Module, self.model).get_submodule(path), key)
+        return tensor
 
 
 def permute_channels_(

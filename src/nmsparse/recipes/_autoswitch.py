@@ -34,15 +34,18 @@ class AutoSwitch:
     threshold: float
     window: int
 
-    def sample(self, moments: Iterable[tuple[Tensor, Tensor, float]]) -> Tensor:
-        """One value of the statistic (fp32, 0-d) from (gradient, v before the update, beta2) of each layer."""
+    def sample(self, moments: Iterable[tuple[Tensor, Tensor, float]], idle: int = 0) -> Tensor:
+        """One value of the statistic (fp32, 0-d) from (gradient, v before the update, beta2) of each layer.
+
+        ``idle`` entries are in layers without a gradient (experts, for instance), whose v does not change.
+        """
         parts = [_layer_sums(g, v, beta2) for g, v, beta2 in moments]
         sums = torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
         if hasattr(sums, "full_tensor"):  # sharded weights: sum over ranks, so that all of them decide alike
             sums = sums.full_tensor()
         change, log_change, moved, count, before_sq, after_sq, after_l1 = sums.unbind()
         if self.statistic == "arithmetic":
-            return (change / count).float()
+            return (change / (count + idle)).float()
         if self.statistic == "geometric":  # entries without change are left out: one of them would make it zero
             return torch.where(moved > 0, torch.exp(log_change / moved.clamp(min=1)), 0).float()
         if self.statistic == "relative":

@@ -27,6 +27,7 @@ OUTPUT, GRAD_INPUT, GRAD_WEIGHT = "output", "grad_input", "grad_weight"
 PRODUCTS = (OUTPUT, GRAD_INPUT, GRAD_WEIGHT)
 
 State = dict[str, Tensor]
+ROUNDING = 1e-9
 
 
 class PatternField:
@@ -342,7 +343,12 @@ def fill_states_anew(recipe: Recipe, update: Update) -> None:
 
 def fraction_or_step(value: float, clock: Clock) -> float:
     """A float up to 1 is a fraction of the run, an integer is a step."""
-    return value * clock.total if isinstance(value, float) and value <= 1 else float(value)
+    return share_of(value, clock) if isinstance(value, float) and value <= 1 else float(value)
+
+
+def share_of(share: float, clock: Clock) -> float:
+    """So many updates; a little less, because 0.55 * 20 is above 11 in floating point and update 11 would be missed."""
+    return (share - ROUNDING) * clock.total
 
 
 def scalar(value: float, device: torch.device) -> Tensor:

@@ -6,7 +6,9 @@ C. Yu, NeurIPS 2021.
 output, grad_input: B0*W, with B0 = N largest of M along I, found once, when step `start` begins
 update:      gradient <- B0 * gradient (after clipping); after the step W <- B0 * W
 Deviations:  the mask belongs to the run and is saved with it. The optimizer keeps its state at the moment of pruning;
-             for the published recipe (fresh state, full schedule again) convert a trained model and start at 0.
+             for the published recipe (fresh state, full schedule again) convert a trained model and start at 0. The
+             permutation search is the greedy one at every width, without the random restarts, and stops after two minutes
+             an axis with the best order so far (very wide layers: before all pairs of groups were scored).
 """
 
 from __future__ import annotations
@@ -80,6 +82,12 @@ class ASP(Recipe):
         return state["mask"]
 
     def on_attach(self, update: Update) -> None:
+        if not self._is_due(update.clock):  # a new clock begins with its dense phase; a saved one is loaded afterwards
+            for layer in update.layers:
+                layer.state["mask"].fill_(True)
+            update.set_scalar("found", 0.0)
+        elif not update.starts_run:  # found once and for all
+            update.memory["found"] = True
         self._find_when_due(update)
 
     def before_update(self, update: Update) -> None:

@@ -33,6 +33,7 @@ from nmsparse.recipes._base import (
     masked,
     not_a_multiple,
     scalar,
+    share_of,
 )
 from nmsparse.recipes._registry import register_recipe
 from nmsparse.recipes._tokens import Estimator, check_estimator, mvue_along_tokens
@@ -107,7 +108,7 @@ class FST(Recipe):
         return step % self.refresh == 0
 
     def in_tail(self, clock: Clock) -> bool:
-        return self.dense_tail > 0 and clock.step >= (1 - self.dense_tail) * clock.total
+        return self.dense_tail > 0 and clock.step >= share_of(1 - self.dense_tail, clock)
 
     def active_products(self, clock: Clock, memory: dict[str, Any]) -> tuple[str, ...]:
         return () if self.in_tail(clock) else self.sparse_products

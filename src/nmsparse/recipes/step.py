@@ -111,6 +111,7 @@ class STEP(Recipe):
                 "step decides one switch for all sparse layers: put them into one StepAdamW (in as many parameter groups as "
                 "you like)."
             )
+        update.set_scalar("sparse", 0.0)  # a new clock begins with its dense phase; a saved one is loaded afterwards
 
     def before_update(self, update: Update) -> None:
         if update.memory.get("switched_at") is not None:
@@ -118,7 +119,8 @@ class STEP(Recipe):
         elif self.switch == "auto":
             rule, moments = self._rule(update), _moments(update)
             if moments:
-                rule.record(update.memory, rule.sample(moments))
+                idle = sum(layer.parameter.numel() for layer in update.layers if layer.parameter.grad is None)
+                rule.record(update.memory, rule.sample(moments, idle))
 
     def after_update(self, update: Update) -> None:
         if update.memory.get("switched_at") is None:

@@ -7,7 +7,8 @@ output, grad_input: B_i*W, B_i = magnitude mask of stage i; equal stages between
 stepwise:    (M-1):M, then (M/2):M, (M/4):M, ... down to N:M
 geometric:   (kN):(kM), (kN/2):(kM/2), ... N:M: the density stays, the freedom shrinks
 update:      pruned_grad="ste": dW on all entries; "scaled": B_i * dW
-Deviations:  k is the largest power of two up to `widest` that divides the layer (the paper: 16, its code: 8).
+Deviations:  k is the largest power of two up to `widest` that divides the layer (the paper: 16, its code: 8), with groups of
+             1,024 at most: 1:128 starts at 8:1024.
 """
 
 from __future__ import annotations
