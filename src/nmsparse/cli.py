@@ -380,9 +380,7 @@ def reproduce(
     ] = "small",
     only: Annotated[list[str] | None, typer.Option(help="Experiments of the claim; repeat for several. All by default.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; by default as many as memory and cores allow.")] = None,
-    max_minutes: Annotated[
-        float | None, typer.Option(min=0, help="Start no further run after this; call again to go on.")
-    ] = None,
+    max_minutes: Annotated[float | None, typer.Option(min=0, help="End within this; call again to go on.")] = None,
     results: Annotated[Path, typer.Option(help="Folder of the books (*.jsonl), RESULTS.md and plots.")] = Path(
         "benchmarks/reproduction"
     ),

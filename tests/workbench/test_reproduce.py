@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import replace
@@ -323,9 +324,77 @@ def test_data_that_is_missing_is_noticed_before_anything_starts(tmp_path: Path, 
     with pytest.raises(ValueError, match="NMSPARSE_DATA"):
         reproduce(CLAIMS["bi-mask"], tmp_path / "book", folder=tmp_path / "runs")
     claim = small_claim(pretrained="{data}/nowhere")
-    _, progress = reproduce(claim, tmp_path / "book", scale="toy", data_dir=tmp_path, folder=tmp_path / "runs")
-    assert "put the pretrained model there" in progress.failed["gpt"]
+    with pytest.raises(ValueError, match="put the pretrained model there"):
+        reproduce(claim, tmp_path / "book", scale="toy", data_dir=tmp_path, folder=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("lacking", "why"), [({"task": "cifar10"}, "cifar10"), ({"pretrained": "{data}/nowhere"}, "nowhere")])
+def test_what_one_experiment_lacks_does_not_stop_the_others(
+    lacking: dict[str, str], why: str, tmp_path: Path, quick: Any
+) -> None:
+    claim = small_claim(rates=(1e-3,))
+    other = replace(claim.experiments[0], name="other", setups={"toy": Setup(TINY | {"model": None} | lacking, (1e-3,))})
+    both = replace(claim, experiments=(other, *claim.experiments))
+    study, progress = reproduce(both, tmp_path / "book", scale="toy", seeds=1, data_dir=tmp_path, folder=tmp_path / "runs")
+    assert why in progress.failed["other"]
+    assert {run.row["experiment"] for run in study.ledger.runs.values()} == {"gpt"}
+
+
+def test_no_run_starts_that_would_not_end_in_time(tmp_path: Path) -> None:
+    configs = {name: TrainConfig.from_dict(TINY) for name in ("short", "long")}
+    lasts = {"short": 0.0, "long": 1e6}.__getitem__
+    jobs = run_study(configs, tmp_path, jobs=1, until=time.monotonic() + 1000, lasts=lasts)
+    assert {job.name: job.status for job in jobs} == {"short": "finished", "long": "waiting"}
+
+
+def test_a_run_is_expected_to_take_as_long_as_those_before(tmp_path: Path, quick: pytest.MonkeyPatch) -> None:
+    expected: dict[str, float] = {}
+
+    def watch(configs: dict[str, TrainConfig], folder: Path, *, lasts: Any, **others: Any) -> list[Job]:
+        expected.update({name: lasts(name) for name in configs})
+        return in_process()(configs, folder, **others)
+
+    quick.setattr(runner, "run_study", watch)
+    study, _ = reproduce(small_claim(), tmp_path / "book", scale="toy", seeds=1, folder=tmp_path / "runs")
+    tuning, final = {expected[p.name] for p in study.tuning()}, {expected[p.name] for p in study.finals(1)}
+    assert tuning == {0.0}, "nobody knows"
+    slowest = max(study.find(planned).row["seconds"] / planned.config.steps for planned in study.tuning())
+    assert final == {runner.STARTING_SECONDS + slowest * TINY["steps"]}
+
+
+def test_a_run_that_cannot_be_recorded_does_not_end_the_others(tmp_path: Path, quick: pytest.MonkeyPatch) -> None:
+    record = runner._Session._record
+
+    def broken(session: Any, planned: Any, folder: Path) -> None:
+        if planned.contender.label == "dense":
+            raise OSError("disk full")
+        record(session, planned, folder)
+
+    quick.setattr(runner._Session, "_record", broken)
+    _, progress = reproduce(small_claim((1e-3,)), tmp_path / "book", scale="toy", seeds=1, folder=tmp_path / "runs")
+    ((name, why),) = progress.failed.items()
+    assert name.startswith("gpt-dense")
+    assert "disk full" in why
+    assert progress.left == [name]
+
+
+def test_runs_that_statements_name_come_first_experiment_by_experiment(tmp_path: Path) -> None:
+    claim = small_claim((1e-3,))
+    second = replace(claim.experiments[0], name="second")
+    study = Study(replace(claim, experiments=(*claim.experiments, second)), "toy", Ledger(tmp_path), "none")
+    order = [(p.experiment.name, p.config.seed, p.contender.label) for p in study.finals(2)]
+    assert order[:4] == [("gpt", 0, "dense"), ("gpt", 0, "ste@1:4"), ("gpt", 1, "dense"), ("gpt", 1, "ste@1:4")]
+    assert order[4:] == [
+        ("gpt", 0, "ste@2:4"), ("gpt", 1, "ste@2:4"),
+        *(("second", seed, label) for seed in (0, 1) for label in ("dense", "ste@2:4", "ste@1:4")),
+    ]  # fmt: skip
+
+
+def test_attention_is_counted() -> None:
+    """Its two products, of the scores and with the values, in every layer."""
+    short, long = (update_cost(TrainConfig.from_dict(TINY | {"length": length})).total for length in (16, 32))
+    assert long - 2 * short == 3 * TINY["batch"] * TINY["layers"] * 2 * 2 * TINY["width"] * (32 * 32 - 2 * 16 * 16)
 
 
 def test_a_plan_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,8 @@ from nmsparse.pattern import Pattern
 
 UNROLLED = 8
 """Up to this group size, comparing all pairs entry by entry beats sorting."""
+LAUNCH_BOUND = 1 << 21
+"""Entries up to which a GPU takes longer to be told of a comparison than to make it: a sort is one launch, all pairs are many."""
 
 
 def check_divisible(shape: torch.Size, pattern: Pattern, dim: int) -> int:
@@ -70,11 +72,16 @@ def entry_ranks(keys: Sequence[Tensor]) -> list[Tensor]:
     return ranks
 
 
+def _is_launch_bound(x: Tensor) -> bool:
+    """Compilers fuse the comparisons into one launch."""
+    return x.is_cuda and x.numel() <= LAUNCH_BOUND and not torch.compiler.is_compiling()
+
+
 def magnitude_rank(x: Tensor, axis: int) -> Tensor:
     """Rank of each entry's magnitude inside its group (0 = largest); on a tie the lower index ranks first."""
     key = magnitude_key(x)
     size = x.shape[axis]
-    if size <= UNROLLED:
+    if size <= UNROLLED and not _is_launch_bound(x):
         return torch.stack(entry_ranks(key.unbind(axis)), axis)
     order = key.sort(dim=axis, descending=True, stable=True).indices
     shape = [1] * x.ndim

@@ -142,10 +142,12 @@ def run_study(
     listen: Listener = lambda jobs: None,
     guess_gib: float | None = None,
     environment: Mapping[str, str] | None = None,
+    lasts: Callable[[str], float] = lambda name: 0.0,
 ) -> list[Job]:
     """Train everything; return the jobs, finished, diverged or failed. ``jobs`` caps how many run at a time.
 
-    After the moment ``until`` (of time.monotonic) no further run starts; those that have not started are returned as waiting.
+    No run starts that would end after ``until`` (of time.monotonic), going by the seconds that it ``lasts``; it is returned as
+    waiting.
     ``guess_gib`` is what a run may take until the first has said what it does take; without it that one is waited for.
     """
     all_jobs = [Job(name, config, folder / name, environment=environment or {}) for name, config in configs.items()]
@@ -154,7 +156,7 @@ def run_study(
     waiting = [job for job in all_jobs if job.status not in ("finished", "diverged")]
     try:
         with _ends_on_signals():
-            _run(all_jobs, waiting, jobs, until, listen, guess_gib)
+            _run(all_jobs, waiting, jobs, until, listen, guess_gib, lasts)
     finally:
         _stop(all_jobs)
     listen(all_jobs)
@@ -179,15 +181,16 @@ def _run(
     until: float | None,
     listen: Listener,
     guess_gib: float | None,
+    lasts: Callable[[str], float],
 ) -> None:
     # of all jobs, not of those that are left: threads decide about rounding, and a comparison that goes on must go on exactly
     most = min(len(all_jobs), jobs or (8 if torch.cuda.is_available() else os.cpu_count() or 1)) or 1
     threads = max(1, (os.cpu_count() or 1) // most)
     while waiting or any(job.is_running for job in all_jobs):
         running = [job for job in all_jobs if job.is_running]
-        if until is not None and time.monotonic() > until:
-            waiting.clear()
-        elif waiting and len(running) < most and _fits(running, all_jobs, guess_gib):
+        if until is not None:
+            waiting[:] = [job for job in waiting if time.monotonic() + lasts(job.name) <= until]
+        if waiting and len(running) < most and _fits(running, all_jobs, guess_gib):
             _start(waiting.pop(0), threads)
         _note_failures(all_jobs)
         listen(all_jobs)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from nmsparse.functional import stage_at
@@ -137,10 +138,13 @@ def _count(
     with FakeTensorMode(allow_non_fake_inputs=True):
         made.to_empty(device="cpu")
         batch = _example(facts)
-        with FlopCounterMode(display=False) as forward:
-            loss = made(**batch).loss
-        with FlopCounterMode(display=False) as backward:
-            loss.backward()
+        with sdpa_kernel(
+            SDPBackend.MATH
+        ):  # of attention's kernels the counter knows some, and which one runs is the device's choice
+            with FlopCounterMode(display=False) as forward:
+                loss = made(**batch).loss
+            with FlopCounterMode(display=False) as backward:
+                loss.backward()
     by_module = {name.partition(".")[2]: sum(counts.values()) for name, counts in forward.get_flop_counts().items()}
     layers = {name: (int(by_module[name]), rows, columns) for name, (rows, columns) in shapes.items()}
     return Cost(int(forward.get_total_flops() + backward.get_total_flops()), layers)

@@ -117,15 +117,20 @@ class Study:
     # ---- runs ----
 
     def finals(self, seeds: int) -> list[Planned]:
-        """The runs that statements are tested on, of all contenders whose rate is known; seed by seed, so that an interrupted
-        study has whole seeds."""
-        return [
+        """The runs that statements are tested on, of all contenders whose rate is known. Those that statements name come first,
+        experiment by experiment and then seed by seed, so that an interrupted study has verdicts and whole seeds."""
+        found = [
             Planned(experiment, contender, self.config(experiment, contender, rate.value, seed), is_tuning=False)
-            for seed in range(seeds)
             for experiment in self.experiments
+            for seed in range(seeds)
             for contender in experiment.contenders
             if (rate := self.rate(experiment, contender)) is not None
         ]
+        return sorted(found, key=lambda planned: not self._is_judged(planned))
+
+    def _is_judged(self, planned: Planned) -> bool:
+        sides = (side for s in self.claim.statements if s.experiment == planned.experiment.name for side in (s.left, s.right))
+        return planned.contender.label in sides
 
     def unknown(self, seeds: int) -> list[str]:
         """Final runs whose rate no trial has found yet, in words."""

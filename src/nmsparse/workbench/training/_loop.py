@@ -123,6 +123,7 @@ class Session:
             )
         torch.manual_seed(config.seed)  # recipes with one seed start from the same weights
         bare, targets, exclude = make_model(config, self.task)
+        bare.to(self.accelerator.device)  # masks and scales of a large model take a CPU many seconds
         self.run = nm.sparsify_(bare, config.make_recipe(), targets, exclude, emulate=config.emulate, seed=config.seed)
         optimizer = make_optimizer(config, bare, self.accelerator.device)
         if config.compile:

@@ -37,6 +37,7 @@ VIT = Experiment(
         longer("1:16"),
         longer("1:32"),
         Contender("sr-ste@1:16:decay=1.6e-3", tuned_as=f"sr-ste@{TUNED_AT}"),
+        Contender("sr-ste@1:32", "sr-ste@1:32, rate of mask-decay", tuned_as=f"mask-decay@{TUNED_AT}"),
     ),
 )
 GPT_SMALL = {
@@ -103,8 +104,8 @@ CLAIM = Claim(
             "vit",
             "mask-decay@1:32",
             "below",
-            "sr-ste@1:32",
-            "gradients of mask-decay are less noisy than those of sr-ste at 1:32",
+            "sr-ste@1:32, rate of mask-decay",
+            "gradients of mask-decay are less noisy than those of sr-ste at 1:32 and the same learning rate",
             quantity="gradient_noise_mean",
         ),
     ),

@@ -35,6 +35,7 @@ VIT = Experiment(
         Contender("step@1:16:switch=0.5", tuned_as="step@1:16"),
         Contender("step@1:16:statistic=relative", tuned_as="step@1:16"),
         Contender("sr-ste@1:16:decay=1.6e-3", tuned_as="sr-ste@1:16"),
+        Contender("sr-ste@1:16", "sr-ste@1:16, rate of dense", tuned_as="dense"),
     ),
 )
 
@@ -144,16 +145,16 @@ CLAIM = Claim(
             "vit",
             "dense",
             "below",
-            "sr-ste@1:16",
-            "Adam's second moment is smaller in dense training than under sr-ste's masks",
+            "sr-ste@1:16, rate of dense",
+            "Adam's second moment is smaller in dense training than under sr-ste's masks at the same learning rate",
             quantity="variance_mean",
         ),
         Statement(
             "vit",
             "dense",
             "below",
-            "sr-ste@1:16",
-            "a smaller share of it is noise in dense training than under sr-ste's masks",
+            "sr-ste@1:16, rate of dense",
+            "a smaller share of it is noise in dense training than under sr-ste's masks at the same learning rate",
             quantity="gradient_noise_mean",
             is_claimed=False,
         ),
