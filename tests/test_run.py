@@ -12,6 +12,7 @@ from torch import nn
 from toys import make_data, make_net, same, start, train
 
 import nmsparse as nm
+from nmsparse._stats import numbers
 from nmsparse._tensor_cores import _tell_once
 from nmsparse.functional import magnitude_mask
 from nmsparse.nn import Layer
@@ -587,3 +588,9 @@ def test_first_rank_alone_tells_that_products_are_emulated(
         monkeypatch.setattr("nmsparse._tensor_cores.rank", lambda rank=rank: rank)
         start("ste", {})
         assert caplog.text.count("all products run emulated") == lines
+
+
+def test_numbers_of_layers_are_read_together_and_stay_in_their_places() -> None:
+    rows = {"a": {"x": torch.tensor(0.1), "y": None, "z": 0.1}, "b": {"x": torch.tensor(3), "y": torch.tensor(True)}, "c": {}}
+    found = numbers(rows)
+    assert found == {"a": {"x": float(torch.tensor(0.1)), "y": None, "z": 0.1}, "b": {"x": 3.0, "y": 1.0}, "c": {}}

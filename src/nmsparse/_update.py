@@ -132,12 +132,12 @@ class LayerHandle:
         mask = recipe.mask(self.weight, self.state)
         return None if mask is None else self.part(mask)
 
-    def density(self) -> float | None:
+    def density(self) -> Tensor | None:
         """Share of non-zeros that `output` sees, in the rows of this rank; None where they do not tell."""
         if not self.rows_tell:
             return None
         seen = self.layer.recipe.output_weight(self.held_weight, self.held_state)
-        return float((seen != 0).sum()) / seen.numel() if seen.numel() else None
+        return (seen != 0).sum() / seen.numel() if seen.numel() else None
 
     def gradient(self) -> Tensor | None:
         grad = self.module.weight.grad

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from nmsparse._micro_batches import BeforeForward, first_counter
 from nmsparse._saved import VERSION, check_same_model, copied, describe, from_saved, to_saved
-from nmsparse._stats import totals
+from nmsparse._stats import numbers, totals
 from nmsparse._tensor_cores import Rule, TensorCores, Verdict
 from nmsparse._update import FiniteCheck, LayerHandle, OptimizerUpdate, fill, is_rehearsal
 from nmsparse._wrappers import check_left_out, check_moments, check_shapes, check_updated, parameters_of, warn_of_bypass
@@ -391,10 +391,9 @@ class Run:
         Nothing is sent between ranks, so one of them may call this alone: of a sharded weight, ``density`` is that of the rows
         which this rank holds, and None where rows alone do not tell; flip rates are of the whole.
         """
-        layers: dict[str, dict[str, Any]] = {}
-        for name, handle in self._layers.items():
-            if handle.is_live:
-                layers[name] = self._layer_stats(handle)
+        live = {name: handle for name, handle in self._layers.items() if handle.is_live}
+        measured = {name: self._measured(handle) for name, handle in live.items()}
+        layers = {name: self._layer_stats(live[name], values) for name, values in numbers(measured).items()}
         total = totals(layers)
         for attachment in self._attachments:
             total |= self.recipe.summarize(attachment.memory)
@@ -406,17 +405,20 @@ class Run:
             "layers": layers,
         }
 
-    def _layer_stats(self, handle: LayerHandle) -> dict[str, Any]:
-        entries = handle.parameter.numel()
-        flips = self._flips.get(handle.name)
-        rate = None if flips is None else float(flips)
+    def _measured(self, handle: LayerHandle) -> dict[str, Tensor | float | None]:
+        """What must be read from the device."""
+        described = self.recipe.describe(handle.state)
+        return {"density": handle.density(), "flip_rate": self._flips.get(handle.name), **described}
+
+    def _layer_stats(self, handle: LayerHandle, values: dict[str, float | None]) -> dict[str, Any]:
+        entries, rate = handle.parameter.numel(), values["flip_rate"]
         return {
             "entries": entries,
-            "density": handle.density(),
+            "density": values["density"],
             "flip_rate": rate,
             "mask_changes": None if rate is None else round(rate * entries),
             **({"decay": self.recipe.decay} if hasattr(self.recipe, "decay") else {}),
-            **self.recipe.describe(handle.state),
+            **{name: value for name, value in values.items() if name not in ("density", "flip_rate")},
         }
 
     # ---- state ----

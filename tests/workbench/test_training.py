@@ -23,7 +23,7 @@ from nmsparse.workbench.training import _checkpoints as checkpoint_module
 from nmsparse.workbench.training import _loop as loop_module
 from nmsparse.workbench.training._build import locked
 from nmsparse.workbench.training._order import Order, learning_rate
-from nmsparse.workbench.training._telemetry import gradient_noise
+from nmsparse.workbench.training._telemetry import moments_of
 
 TINY: dict[str, Any] = {
     "width": 16, "layers": 1, "heads": 2, "length": 16, "limit": 64, "batch": 4, "steps": 8, "eval_batches": 2,
@@ -443,7 +443,7 @@ def test_gradient_noise_is_none_of_a_constant_gradient_and_all_of_a_random_one()
         for gradient in gradients:
             parameter.grad = gradient
             optimizer.step()
-        return gradient_noise(optimizer, [parameter])
+        return moments_of(optimizer, [parameter]).noise
 
     generator = torch.Generator().manual_seed(0)
     assert noise([torch.ones(1000)] * 5) == pytest.approx(0, abs=1e-5)

@@ -301,8 +301,8 @@ class Recipe:
         """Values of the whole run, from what it remembers of its optimizer, for ``run.stats()``."""
         return {}
 
-    def describe(self, state: State) -> dict[str, float]:
-        """Scheduled values worth a line in ``run.stats()``."""
+    def describe(self, state: State) -> dict[str, Tensor | float]:
+        """Scheduled values worth a line in ``run.stats()``; 0-d tensors are read all at once."""
         return {}
 
 

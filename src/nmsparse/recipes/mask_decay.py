@@ -114,5 +114,5 @@ class MaskDecay(Recipe):
     def schedule(self, clock: Clock) -> dict[str, float]:
         return {"keep": self.factor(clock)}
 
-    def describe(self, state: State) -> dict[str, float]:
-        return {"keep": float(state["keep"])}
+    def describe(self, state: State) -> dict[str, Tensor | float]:
+        return {"keep": state["keep"]}

@@ -102,8 +102,8 @@ class STEP(Recipe):
     def mask(self, weight: Tensor, state: State) -> Tensor | None:
         return magnitude_mask(weight, self.pattern)
 
-    def describe(self, state: State) -> dict[str, float]:
-        return {"sparse": float(state["sparse"])}
+    def describe(self, state: State) -> dict[str, Tensor | float]:
+        return {"sparse": state["sparse"]}
 
     def on_attach(self, update: Update) -> None:
         if not update.covers_all_layers:

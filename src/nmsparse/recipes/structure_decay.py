@@ -176,5 +176,5 @@ class StructureDecay(Recipe):
         stages = self.stages_for(0)
         return {"kept": self.pattern.m if progress < 0 else stages[stage_at(progress, len(stages))].n}
 
-    def describe(self, state: State) -> dict[str, float]:
-        return {name: float(value) for name, value in state.items()}
+    def describe(self, state: State) -> dict[str, Tensor | float]:
+        return dict(state)

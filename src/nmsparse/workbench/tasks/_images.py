@@ -91,11 +91,17 @@ class ImageTask(Task):
         return len(batch["labels"])
 
 
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """On the device, without waiting for what it does just now."""
+    return values if device.type != "cuda" else values.pin_memory().to(device, non_blocking=True)
+
+
 def random_crop(images: Tensor, margin: int, fill: Tensor, generator: torch.Generator) -> Tensor:
     """Each image shifted by up to ``margin`` pixels along both axes, ``fill`` (one value a channel) where nothing was."""
     count, channels, height, width = images.shape
-    shifts = torch.randint(2 * margin + 1, (2, count), generator=generator).to(images.device)
-    padded = fill.to(images).view(1, channels, 1, 1).repeat(count, 1, height + 2 * margin, width + 2 * margin)
+    shifts = sent(torch.randint(2 * margin + 1, (2, count), generator=generator), images.device)
+    background = sent(fill, images.device).to(images).view(1, channels, 1, 1)
+    padded = background.repeat(count, 1, height + 2 * margin, width + 2 * margin)
     padded[:, :, margin : margin + height, margin : margin + width] = images
     rows = shifts[0, :, None] + torch.arange(height, device=images.device)
     columns = shifts[1, :, None] + torch.arange(width, device=images.device)
@@ -106,5 +112,5 @@ def random_crop(images: Tensor, margin: int, fill: Tensor, generator: torch.Gene
 
 def random_flip(images: Tensor, generator: torch.Generator) -> Tensor:
     """Each image mirrored left to right, or not."""
-    is_mirrored = torch.randint(2, (len(images),), generator=generator).bool().to(images.device)
+    is_mirrored = sent(torch.randint(2, (len(images),), generator=generator).bool(), images.device)
     return torch.where(is_mirrored.view(-1, 1, 1, 1), images.flip(-1), images)

@@ -38,7 +38,7 @@ from nmsparse.workbench.training._build import (
 from nmsparse.workbench.training._checkpoints import CheckpointError, Checkpoints, Restorable, read_facts, restore
 from nmsparse.workbench.training._config import TrainConfig
 from nmsparse.workbench.training._order import Order, learning_rate
-from nmsparse.workbench.training._telemetry import MaskWatch, gradient_noise, mean_variance
+from nmsparse.workbench.training._telemetry import MaskWatch, moments_of
 
 
 class DivergenceError(FloatingPointError):
@@ -257,6 +257,7 @@ class Session:
         self.seconds += spent
         total = self.run.stats()["total"]
         sparse: list[Tensor] = [self.bare.get_submodule(name).get_parameter("weight") for name in self.run.layers]
+        moments = moments_of(self.inner, sparse)
         row = {
             "loss": float(self.accelerator.reduce(torch.stack(self.interval.losses).mean(), "mean")),
             "lr": self.inner.param_groups[0]["lr"],
@@ -266,8 +267,8 @@ class Session:
             "seconds": self.seconds,
             "flip_rate": total["flip_rate"],
             "density": total["density"],
-            "gradient_noise": gradient_noise(self.inner, sparse),
-            "variance": mean_variance(self.inner, sparse),
+            "gradient_noise": moments.noise,
+            "variance": moments.variance,
             **{name: total[name] for name in ("variance_change", "switched_at") if name in total},
             "memory_gib": memory_of(self.accelerator.device) / 2**30,
         }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import nmsparse as nm
+from nmsparse._stats import numbers
 from nmsparse.functional import pack_bits, unpack_bits
 
 ENTRIES = 1 << 20
@@ -85,38 +87,46 @@ def _whole(weight: Tensor) -> Tensor:
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # pyrefly: ignore
 
 
-def gradient_noise(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> float | None:
-    """Share of Adam's second moment that is variance and not squared mean, over the given parameters; None without moments."""
-    mean_square, second_moment, _ = _moments(optimizer, parameters)
-    return None if second_moment == 0 else min(1.0, max(0.0, 1 - mean_square / second_moment))
+@dataclass(frozen=True)
+class Moments:
+    """Adam's moments over some parameters, corrected for their start at 0."""
 
+    mean_square: float = 0.0
+    """Sum of the squared first moment."""
+    second_moment: float = 0.0
+    """Sum of the second moment."""
+    entries: int = 0
 
-def mean_variance(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> float | None:
-    """Mean of Adam's second moment over all entries of the given parameters; None without moments."""
-    _, second_moment, entries = _moments(optimizer, parameters)
-    return second_moment / entries if entries else None
+    @property
+    def noise(self) -> float | None:
+        """Share of the second moment that is variance and not squared mean; None without moments."""
+        return None if self.second_moment == 0 else min(1.0, max(0.0, 1 - self.mean_square / self.second_moment))
+
+    @property
+    def variance(self) -> float | None:
+        """Mean of the second moment over all entries; None without moments."""
+        return self.second_moment / self.entries if self.entries else None
 
 
 @torch.no_grad()
-def _moments(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> tuple[float, float, int]:
-    """Sums of the squared first and of the second moment, both corrected for their start at 0, and the number of entries."""
+def moments_of(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> Moments:
+    """What an optimizer remembers of the gradients of parameters; a GPU is waited for once."""
+    betas: dict[int, Any] = {id(p): group.get("betas") for group in optimizer.param_groups for p in group["params"]}
+    known = [p for p in parameters if betas.get(id(p)) and {"exp_avg", "exp_avg_sq"} <= optimizer.state.get(p, {}).keys()]
+    found = numbers({str(place): _sums(optimizer.state[parameter]) for place, parameter in enumerate(known)})
     mean_square = second_moment = 0.0
     entries = 0
-    betas: dict[int, Any] = {id(p): group.get("betas") for group in optimizer.param_groups for p in group["params"]}
-    for parameter in parameters:
-        state = optimizer.state.get(parameter, {})
-        if "exp_avg" not in state or "exp_avg_sq" not in state or betas.get(id(parameter)) is None:
-            continue
-        (first, second), step = betas[id(parameter)], float(state["step"])
+    for parameter, values in zip(known, found.values(), strict=True):
+        (first, second), step = betas[id(parameter)], values["step"] or 0.0
         if step == 0:
             continue
-        mean_square += float(_total(state["exp_avg"].float().square())) / (1 - first**step) ** 2
+        mean_square += (values["first"] or 0.0) / (1 - first**step) ** 2
         # StepAdamW freezes the second moment together with its correction
-        correction = float(state.get("frozen_scale", 0.0)) or 1 / (1 - second**step)
-        second_moment += float(_total(state["exp_avg_sq"].float())) * correction
+        second_moment += (values["second"] or 0.0) * (values["frozen_scale"] or 1 / (1 - second**step))
         entries += parameter.numel()
-    return mean_square, second_moment, entries
+    return Moments(mean_square, second_moment, entries)
 
 
-def _total(values: Tensor) -> Tensor:
-    return _whole(values.sum())
+def _sums(state: dict[str, Any]) -> dict[str, Tensor | float | None]:
+    first, second = _whole(state["exp_avg"].float().square().sum()), _whole(state["exp_avg_sq"].float().sum())
+    return {"first": first, "second": second, "step": state["step"], "frozen_scale": state.get("frozen_scale")}
