@@ -21,15 +21,12 @@ class Normalization:
 
     @staticmethod
     def of(pixels: Tensor) -> Normalization:
-        """Computed in parts, because 50,000 images as floats take a gigabyte."""
-        total, squares = torch.zeros(2, pixels.shape[1], dtype=torch.float64)
-        for part in pixels.split(2_000):
-            values = part.double() / 255
-            total += values.sum((0, 2, 3))
-            squares += values.square().sum((0, 2, 3))
-        count = pixels.numel() // pixels.shape[1]
-        mean = total / count
-        std = (squares / count - mean.square()).clamp_min(0).sqrt()
+        """From how often each of the 256 values occurs: as floats, 50,000 images would take a gigabyte."""
+        counts = torch.stack([channel.flatten().bincount(minlength=256) for channel in pixels.unbind(1)]).double()
+        values = torch.arange(256, dtype=torch.float64) / 255
+        count = counts.sum(1)
+        mean = counts @ values / count
+        std = (counts @ values.square() / count - mean.square()).clamp_min(0).sqrt()
         # a channel without any variation is left as it is
         return Normalization(mean.float(), torch.where(std > 0, std, 1).float())
 
