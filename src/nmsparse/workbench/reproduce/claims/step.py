@@ -70,7 +70,7 @@ GLUE_FULL = {
     **FULL, "task": "sst2", "pretrained": "{data}/bert-base-uncased", "batch": 32, "steps": epochs(3, 32, 67_349),
     "schedule": "linear",
 }  # fmt: skip
-GLUE_SETUP = Setup(GLUE_SMALL, (1e-4, 2e-4, 4e-4), tuning_share=1.0, size="MiniLM-L6, 400 updates of 32 sentences")
+GLUE_SETUP = Setup(GLUE_SMALL, (5e-5, 1e-4, 2e-4, 4e-4), tuning_share=1.0, size="MiniLM-L6, 400 updates of 32 sentences")
 GLUE = Experiment(
     "glue",
     "Fine-tuning MiniLM on SST-2, all linear layers sparse",
