@@ -49,8 +49,8 @@ def make(recipe: nm.Recipe, total: int = 12) -> tuple[nn.Module, torch.optim.Opt
     return model, optimizer, run
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype = torch.bfloat16) -> None:
+    with torch.autocast("cpu", dtype):
         loss = model(torch.randn(32, 64)).float().square().mean()
     optimizer.zero_grad()
     loss.backward()
@@ -140,3 +140,13 @@ def test_emulation_is_told_once_in_a_process(caplog: pytest.LogCaptureFixture) -
     told = [record for record in caplog.records if "all products run emulated" in record.message]
     assert len(told) == 1
     assert "sparse tensor cores need a CUDA GPU" in told[0].message
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_graph_is_made_anew_when_the_type_of_the_products_changes() -> None:
+    model, optimizer, run = make(nm.Trio("2:4"))
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        for _ in range(4):
+            step(model, optimizer, dtype)
+        assert {copy.dtype for handle in run._layers.values() for copy in handle.layer.sparse.copies.values()} == {dtype}
+        assert is_current(run)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import make_data, make_net, same, start, train
+from toys import STEPS, make_data, make_net, same, start, train
 
 import nmsparse as nm
 from nmsparse._stats import numbers
@@ -594,3 +594,30 @@ def test_numbers_of_layers_are_read_together_and_stay_in_their_places() -> None:
     rows = {"a": {"x": torch.tensor(0.1), "y": None, "z": 0.1}, "b": {"x": torch.tensor(3), "y": torch.tensor(True)}, "c": {}}
     found = numbers(rows)
     assert found == {"a": {"x": float(torch.tensor(0.1)), "y": None, "z": 0.1}, "b": {"x": 3.0, "y": 1.0}, "c": {}}
+
+
+def test_layers_tied_after_their_conversion_are_refused() -> None:
+    model = make_net()
+    run = nm.sparsify_(model, nm.SRSTE("2:4"))
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    with pytest.raises(ValueError, match=r"share one weight, tied after sparsify_"):
+        run.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_threads_of_data_parallel_are_refused() -> None:
+    model, _, _ = start("ste", {})
+    with pytest.raises(RuntimeError, match="torchrun"):
+        model.embed._replicate_for_data_parallel()
+
+
+@pytest.mark.parametrize("name", ["fst", "asp", "s-ste", "structure-decay"])
+def test_a_copy_of_the_model_takes_the_masks_and_phases_of_today(name: str) -> None:
+    """An average of the weights begins as a copy; masks that a recipe keeps do not follow by themselves."""
+    model, optimizer, run = start(name, {"start": 3} if name == "asp" else {})
+    averaged = torch.optim.swa_utils.AveragedModel(model, avg_fn=lambda mean, new, count: new)
+    train(model, optimizer, STEPS - 1, make_data())
+    averaged.update_parameters(model)
+    run.copy_state_to(averaged.module)
+    x = make_data()[0]
+    for mode in (True, False):
+        assert torch.equal(averaged.module.train(mode)(x), model.train(mode)(x))

@@ -125,7 +125,7 @@ def _addresses(handle: LayerHandle) -> list[int]:
     sparse = handle.layer.sparse
     assert sparse is not None, "only such layers are packed"
     tensors = [handle.parameter, *sparse.copies.values(), *handle.state.values()]
-    return [*(tensor.data_ptr() for tensor in tensors), sparse.output, sparse.grad_input]
+    return [*(tensor.data_ptr() for tensor in tensors), sparse.output, sparse.grad_input, id(sparse.dtype)]
 
 
 class TensorCores:

@@ -254,7 +254,7 @@ class FiniteCheck:
             return _first(names, bad)
         flags = torch.empty_like(bad, device="cpu", pin_memory=True).copy_(bad, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(bad.device))  # where the copy runs, whatever the current device
         self.pending = (names, flags, event)
         return None
 

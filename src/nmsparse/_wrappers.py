@@ -33,6 +33,27 @@ def check_shapes(layers: Sequence[LayerHandle]) -> None:
             )
 
 
+def check_untied(layers: Sequence[LayerHandle]) -> None:
+    """Layers that were given one weight after their conversion: each would add its decay to the one gradient."""
+    first: dict[int, str] = {}
+    for layer in layers:
+        known = first.setdefault(id(layer.parameter), layer.name)
+        if known != layer.name:
+            raise ValueError(
+                f"{known} and {layer.name} share one weight, tied after sparsify_, so masks and decay would be applied twice: "
+                "tie them before sparsify_, which then leaves them dense, or exclude one of them."
+            )
+
+
+def check_not_captured(layers: Sequence[LayerHandle]) -> None:
+    """The clock is Python: a replayed graph would not run it, and schedules, masks and random numbers would stand still."""
+    if any(layer.parameter.is_cuda for layer in layers[:1]) and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "optimizer.step() was called while a CUDA graph is captured, and a replay would not move the run's clock: capture "
+            "forward and backward pass only, and call optimizer.step() between replays."
+        )
+
+
 def check_updated(optimizer: torch.optim.Optimizer, layers: Sequence[LayerHandle], recipe: Recipe) -> None:
     """What is done to the gradient and the weight of a layer must reach the optimizer."""
     owned = parameters_of(optimizer)

@@ -7,6 +7,7 @@ micro-batch, packing of the weight once. Legend: T tokens of a micro-batch, O ou
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -271,8 +272,9 @@ class _Planner:
         open_ = [product for product in open_ if product in measured]
         shape = (in_features, out_features) if is_transposed else (out_features, in_features)
         weight = torch.randn(shape, device=device).to(master)
-        packs = self._pack_times(weight, is_transposed, open_)
-        cast = device_milliseconds(lambda: weight.to(self.dtype), 2) if master != self.dtype else 0.0
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # graphs are captured on the current one
+            packs = self._pack_times(weight, is_transposed, open_)
+            cast = device_milliseconds(lambda: weight.to(self.dtype), 2) if master != self.dtype else 0.0
         best = self._choose(open_, measured, packs, cast)
         times = {}
         for product, reason in reasons.items():

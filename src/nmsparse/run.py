@@ -25,7 +25,16 @@ from nmsparse._saved import VERSION, check_same_model, copied, describe, from_sa
 from nmsparse._stats import numbers, totals
 from nmsparse._tensor_cores import Rule, TensorCores, Verdict
 from nmsparse._update import FiniteCheck, LayerHandle, OptimizerUpdate, fill, is_rehearsal
-from nmsparse._wrappers import check_left_out, check_moments, check_shapes, check_updated, parameters_of, warn_of_bypass
+from nmsparse._wrappers import (
+    check_left_out,
+    check_moments,
+    check_not_captured,
+    check_shapes,
+    check_untied,
+    check_updated,
+    parameters_of,
+    warn_of_bypass,
+)
 from nmsparse.nn import Permuted, SparseModule, Targets, convert_, layer_of, ranks, reshard
 from nmsparse.recipes import Clock, Recipe, recipe_info
 
@@ -205,6 +214,7 @@ class Run:
                 "from model.parameters() after sparsify_, and after any wrapper that replaces parameters (fully_shard does). "
                 "DeepSpeed's ZeRO optimizers update flat copies: use fully_shard (FSDP2) or DDP instead."
             )
+        check_untied(layers)
         for other in self._attachments:
             shared = next((layer.name for layer in layers if layer in other.layers), None)
             if shared is not None:
@@ -282,6 +292,7 @@ class Run:
     def _before_step(self, attachment: _Attachment, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Make the gradients ready, or see to it that a closure which computes them inside ``step()`` does."""
         attachment.is_running = False
+        check_not_captured(attachment.layers)
         if not (any(callable(arg) for arg in args[1:]) or kwargs.get("closure") is not None):
             self._prepare_update(attachment)
             return None
@@ -475,6 +486,15 @@ class Run:
         self._has_started = True  # what was frozen at the start of the saved run stays: a new clock does not make it anew
         self._copy_layers(state)
         self.refresh()
+
+    @torch.no_grad()
+    def copy_state_to(self, model: nn.Module) -> None:
+        """Give a copy of the model the masks, scales and phases that its original has now. A copy (an average of the weights, for
+        instance) keeps those of the moment it was made; before it is evaluated it wants the present ones."""
+        for name, handle in self._layers.items():
+            target = layer_of(model.get_submodule(name))
+            for key, value in handle.state.items():
+                target.state[key].copy_(value)
 
     def _copy_layers(self, state: dict[str, Any]) -> None:
         for name, saved in state["layers"].items():

@@ -212,3 +212,19 @@ def test_broken_gradient_is_named_before_the_update_or_one_later_without_waiting
         message = r"blocks\.0\.up: its gradient holds NaN or Inf at update 0, and nothing was changed"
     with pytest.raises(FloatingPointError, match=message):
         optimizer.step()
+
+
+def test_a_step_inside_a_captured_graph_is_refused() -> None:
+    """A replay would not move the clock: the same random numbers for ever, and no schedule."""
+    model = nn.Linear(64, 64).cuda()
+    run = nm.sparsify_(model, nm.SRSTE("2:4"), targets="all")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.attach(optimizer)
+    model(torch.randn(4, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="capture forward and backward pass only"), torch.cuda.graph(graph):
+        optimizer.step()
+    torch.cuda.synchronize()
+    optimizer.step()
+    assert run.step == 2

@@ -684,3 +684,24 @@ def test_the_first_row_that_can_serves_and_the_reasons_of_the_others_are_joined(
     first, second = selected.reason.split("; ")
     assert first == "sparse tensor cores need a CUDA GPU"
     assert second.endswith("not in float64")
+
+
+def test_a_process_that_cannot_start_is_not_started_for_every_number_of_tokens(monkeypatch, tmp_path):
+    asked = []
+
+    class Broken:
+        def search(self, product):
+            asked.append(product)
+            raise _search.ChildFailedError("no context on this GPU")
+
+    monkeypatch.setattr(_search, "hardware", lambda device: HARDWARE)
+    monkeypatch.setattr(_search, "_searcher", lambda device: Broken())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    choices = Choices(0, tmp_path)
+    with pytest.warns(UserWarning, match="no context on this GPU"):
+        assert choices.search([PRODUCT]) == {PRODUCT: None}
+    for tokens in (1024, 4096):  # a second warning would be an error
+        product = PRODUCT._replace(n=tokens)
+        assert choices.search([product]) == {product: None}
+    assert asked == [PRODUCT]

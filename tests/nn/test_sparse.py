@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from toys import CASES, case_id, make_optimizer
 
 import nmsparse as nm
-from nmsparse.kernels import _dispatch
+from nmsparse.kernels import _dispatch, _ops
 
 Case = tuple[str, dict[str, Any]]
 STEPS = 12
@@ -454,3 +454,59 @@ def test_sdgp_leaves_widths_that_the_library_refuses_dense() -> None:
     run = nm.sparsify_(model, nm.SDGP("2:4"))
     run.attach(torch.optim.SGD(model.parameters(), lr=0.1))
     assert run.products["0"]["grad_input"] == "in_features = 100 is not a multiple of 8"
+
+
+def perturbed(model: nn.Module) -> dict[str, Tensor]:
+    torch.manual_seed(7)
+    return {name: value.detach() + torch.randn_like(value) for name, value in model.named_parameters()}
+
+
+def gradients(recipe: nm.Recipe, with_teacher: bool) -> dict[str, Tensor]:
+    """Of a student, between whose forward and backward pass a teacher with other weights may run in the same modules."""
+    model, _, _ = make(recipe)
+    x, y = data()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = (model(x).float() - y).square().mean()
+        if with_teacher:
+            with torch.no_grad():
+                torch.func.functional_call(model, perturbed(model), (x,))
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["trio", "fst"])
+def test_a_backward_pass_uses_the_weight_of_its_own_forward_pass(name: str) -> None:
+    recipe = nm.recipe(name, "2:4", mvue=False)
+    alone, beside = gradients(recipe, False), gradients(recipe, True)
+    for key, expected in alone.items():
+        torch.testing.assert_close(beside[key], expected, rtol=0, atol=0)
+
+
+def test_a_recipe_that_cannot_pack_again_in_the_backward_pass_says_so() -> None:
+    with pytest.raises(RuntimeError, match="met another weight than the one packed last"):
+        gradients(nm.BiMask("2:4"), True)
+
+
+def test_another_weight_at_the_same_address_is_noticed() -> None:
+    """Temporary weights are freed and made again where they were, with a version of 0."""
+    model, _, run = make(nm.STE("2:4"))
+    layer, x = model.up, torch.randn(8, 64)
+    memory = layer.weight.detach().clone()
+    for seed in range(2):
+        torch.manual_seed(seed)
+        memory.data.copy_(torch.randn_like(memory))
+        weight = memory.data
+        with torch.autocast("cpu", torch.bfloat16):
+            found = torch.func.functional_call(layer, {"weight": weight}, (x,))
+        assert run.products["up"]["output"] == "sparse"
+        expected = F.linear(x, weight * nm.functional.magnitude_mask(weight, "2:4"), layer.bias)
+        torch.testing.assert_close(found.float(), expected, rtol=5e-2, atol=0.2)
+
+
+def test_operands_begin_where_the_library_expects_them() -> None:
+    flat = torch.randn(129).to(torch.bfloat16)
+    part = flat[1:]
+    assert part.data_ptr() % 16
+    assert _ops._aligned(part).data_ptr() % 16 == 0
+    assert torch.equal(_ops._aligned(part), part)
+    assert _ops._aligned(flat) is flat

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 from toys import make_net, same
 
@@ -256,3 +257,12 @@ class TestTransformers:
         loaded = torch.load(buffer, weights_only=False)
         ids = torch.arange(16).view(1, 16)
         assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_a_layer_whose_forward_was_replaced_stays_dense_and_says_so() -> None:
+    """accelerate's hooks for several devices call the forward that they found, which is the dense one."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+    add_hook_to_module(model[0], AlignDevicesHook())
+    run = nm.sparsify_(model, nm.STE("2:4"))
+    assert "accelerate's hooks" in run.skipped["0"]
+    assert list(run.layers) == ["1"]

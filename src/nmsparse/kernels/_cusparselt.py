@@ -220,7 +220,8 @@ class Plan:
         buffer = torch.empty(max(buffer_size.value, 1), dtype=torch.uint8, device=stored.device)
         stream = c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
         pointers = [c_void_p(t.data_ptr()) for t in (stored, packed, buffer)]
-        self._call("SpMMACompress", self._plan.pointer, *pointers, stream)
+        with torch.cuda.device(self.device):  # a default stream has no device of its own
+            self._call("SpMMACompress", self._plan.pointer, *pointers, stream)
         return packed
 
 

@@ -17,6 +17,7 @@ from nmsparse.functional import counter_uniform_grid, magnitude_mask, mvue, soft
 from nmsparse.kernels._cusparselt import Product
 from nmsparse.kernels._layout import ATOM_ROWS, compress, decompress, packed_size, padded
 
+ALIGNMENT = 16
 DENSE_ROWS = 8
 """Tokens of a dense 16-bit operand come in multiples of this."""
 
@@ -90,9 +91,14 @@ def _multiply(packed: Tensor, b: Tensor, product: Product, bias: Tensor | None =
 
     out = packed.new_empty((product.n, product.m) if product.d_transposed else (product.m, product.n))
     with torch.cuda.device(packed.device):
-        fitting_bias = None if bias is None else bias.to(packed.dtype).contiguous()
-        engine(packed.get_device()).plan(product).run(packed, b, out, fitting_bias)
+        fitting_bias = None if bias is None else _aligned(bias.to(packed.dtype).contiguous())
+        engine(packed.get_device()).plan(product).run(packed, _aligned(b), out, fitting_bias)
     return out
+
+
+def _aligned(operand: Tensor) -> Tensor:
+    """A part of a flat buffer may begin anywhere; the library is told that operands begin at multiples of 16 bytes."""
+    return operand.clone() if operand.data_ptr() % ALIGNMENT else operand
 
 
 def _reference_matmul(packed: Tensor, b: Tensor, product: Product, bias: Tensor | None) -> Tensor:

@@ -115,6 +115,7 @@ class Choices:
         digest = hashlib.sha256(json.dumps(self.hardware, sort_keys=True).encode()).hexdigest()[:16]
         self.file = (folder or cache_folder()) / f"algorithms-{digest}.json"
         self.found: dict[str, Choice] = self._read()
+        self._cannot_search = False
 
     def _read(self) -> dict[str, Choice]:
         try:
@@ -180,10 +181,13 @@ class Choices:
         return wanted
 
     def _search_one(self, product: Product) -> Choice | None:
+        if self._cannot_search:
+            return None
         try:
             with _LOCK:
                 return _searcher(self.device).search(product)
         except ChildFailedError as error:  # the library's own choice will do
+            self._cannot_search = True  # starting a process for every new number of tokens would take seconds each
             warnings.warn(str(error), stacklevel=2)
             return None
 

@@ -134,6 +134,8 @@ def _examine(name: str, module: nn.Module, recipe: Recipe, owners: dict[int, lis
         if type(module).__name__ == "NonDynamicallyQuantizableLinear":
             return "nn.MultiheadAttention reads this weight without calling the layer, which would bypass the recipe"
         return f"{type(module).__name__} is a subclass with a forward of its own, which the recipe would replace"
+    if "forward" in vars(module):
+        return "its forward was replaced on the layer itself, as accelerate's hooks do, which would bypass the recipe"
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is not a plain parameter (weight norm computes it)"

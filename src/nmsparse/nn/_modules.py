@@ -42,6 +42,13 @@ class SparseMixin:
         self._nmsparse.to(self.weight.device)  # assign=True puts in another tensor
         self._nmsparse.refresh(self.weight)
 
+    def _replicate_for_data_parallel(self) -> nn.Module:
+        raise RuntimeError(
+            f"{self._nmsparse.name or 'this layer'}: nn.DataParallel runs copies of a layer in threads, which would share its "
+            "masks and packed weights across GPUs. Start one process per GPU with torchrun (DistributedDataParallel), or show "
+            "the program one GPU (CUDA_VISIBLE_DEVICES=0)."
+        )
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         module = super()._apply(fn, recurse)  # pyrefly: ignore
         self._nmsparse.to(self.weight.device)

@@ -10,6 +10,7 @@ Legend: T tokens, O out_features, I in_features; x (T, I), grad (T, O).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -76,6 +77,8 @@ class SparseProducts:
     """The copy for `grad_input` is not kept: each backward pass makes it anew, which costs a read of the weight."""
     packed_from: tuple[int, int] | None = None
     """Address and version of the weight when it was packed."""
+    packed_weight: ReferenceType[Tensor] | None = None
+    """The weight itself: another may come to lie at its address."""
     has_engine: bool = False
     """The device has sparse tensor cores that we can use, in some type."""
     judged_dtype: torch.dtype | None = None
@@ -93,10 +96,11 @@ class SparseProducts:
         """The copies in use are of this weight as it is. What changes it behind torch's back (``.data``, a fused optimizer)
         goes unseen here."""
         in_use = self.output or (self.grad_input and GRAD_INPUT in self.copies)
-        return not in_use or self.packed_from == (weight.data_ptr(), weight._version)
+        is_the_same = self.packed_weight is not None and self.packed_weight() is weight
+        return not in_use or (is_the_same and self.packed_from == (weight.data_ptr(), weight._version))
 
     def note_packed(self, weight: Tensor) -> None:
-        self.packed_from = (weight.data_ptr(), weight._version)
+        self.packed_from, self.packed_weight = (weight.data_ptr(), weight._version), ref(weight)
 
     def set_active(self, products: tuple[str, ...]) -> None:
         self.output, self.grad_input, self.grad_weight = (p in products and self.reasons.get(p, "") is None for p in PRODUCTS)
@@ -178,9 +182,15 @@ class SparseProducts:
         return sparse_matmul(copy, rows, None, in_features, out_features, not self.is_transposed, True, True)
 
     def _backward_copy(self, weight: Tensor, recipe: Recipe, state: State) -> Tensor:
-        if not self.packs_late:
+        is_kept = not self.packs_late
+        if is_kept and (torch.compiler.is_compiling() or self.packed_from == (weight.data_ptr(), weight._version)):
             return self.copies[GRAD_INPUT]
-        assert recipe.packing is not None, "only what one kernel packs is packed late"
+        if recipe.packing is None or recipe.row_order(state) is not None:
+            raise RuntimeError(
+                "the backward pass of a sparse layer met another weight than the one packed last: between its forward and its "
+                "backward pass the layer was called with other weights (functional_call, a teacher). Call those in eval mode, or "
+                "sparsify with emulate=True."
+            )
         mask, scale = self._operands_of(recipe.packing, state)
         packed: Tensor = pack_weight(weight, mask, scale, not self.is_transposed, self.is_transposed, self.dtype)
         return packed
