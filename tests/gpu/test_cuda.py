@@ -214,6 +214,7 @@ def test_broken_gradient_is_named_before_the_update_or_one_later_without_waiting
         optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_a_step_inside_a_captured_graph_is_refused() -> None:
     """A replay would not move the clock: the same random numbers for ever, and no schedule."""
     model = nn.Linear(64, 64).cuda()

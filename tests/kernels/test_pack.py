@@ -223,6 +223,20 @@ def test_the_width_of_a_tile_changes_nothing(columns_first):
 
 
 @both_orders
+def test_more_rows_than_a_grid_takes_side_by_side_change_nothing(columns_first, monkeypatch):
+    """Pixels of a large batch: beyond 65,535 tiles of rows they take the first axis of the grid."""
+    weight, grad = randn(128, 192, seed=8), randn(128, 192, seed=9).bfloat16()
+    packed, sampled = pack_weight(weight, columns_first=columns_first), pack_gradient(grad)
+    assert _tile.tile_grid(3, 65535) == ((3, 65535), 1)
+    monkeypatch.setattr(_tile, "SECOND_AXIS", 1)
+    assert _tile.tile_grid(3, 4) == ((4, 3), 0)
+    for major, other in pack_weight(weight, columns_first=columns_first).items():
+        assert_same_bytes(packed[major], other)
+    for one, two in zip(sampled, pack_gradient(grad), strict=True):
+        assert torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+
+
+@both_orders
 @hard_and_soft
 @pytest.mark.parametrize("largest", [1, 3])
 def test_ties_and_zeros_equal_functional(columns_first, scale, largest):

@@ -31,6 +31,7 @@ from nmsparse.kernels._tile import (
     on_device,
     pack_sample,
     store_column_words,
+    tile_grid,
 )
 
 PLAIN_TILE, GATED_TILE = (64, 2), (128, 4)
@@ -95,9 +96,10 @@ def _activation_kernel(
     grad_ptr, a_ptr, b_ptr, a_stream, a_counter, b_stream, b_counter,
     a_grad_ptr, b_grad_ptr, a_packed, b_packed, hidden_ptr, rows, padded_rows, columns,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, EMIT_HIDDEN: tl.constexpr, COLUMNS: tl.constexpr,
+    ROW_AXIS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64) * 32
-    column = tl.program_id(0) * COLUMNS
+    row = tl.program_id(ROW_AXIS).to(tl.int64) * 32
+    column = tl.program_id(1 - ROW_AXIS) * COLUMNS
     left = columns - column
     a_key, a_count, a_numbers = column_numbers(column, a_stream, a_counter, COLUMNS)
     b_key, b_count, b_numbers = column_numbers(column, b_stream, b_counter, COLUMNS)
@@ -150,10 +152,12 @@ def activation_backward(
     grads = [torch.empty_like(grad) for _ in range(count)]
     packed = [grad.new_empty(packed_size(channels, rows)) for _ in range(count)]
     hidden = torch.empty_like(grad) if want_hidden else None
+    grid, row_axis = tile_grid(triton.cdiv(channels, wide), rows // TILE_ROWS)
     with on_device(grad):
-        _activation_kernel[(triton.cdiv(channels, wide), rows // TILE_ROWS)](
+        _activation_kernel[grid](
             grad, inner, inner if factor is None else factor, *keys[:2], *keys[-2:],
             grads[0], grads[-1], packed[0], packed[-1], grads[0] if hidden is None else hidden, tokens, rows, channels,
-            ACTIVATION=activation, GATED=factor is not None, EMIT_HIDDEN=want_hidden, COLUMNS=wide, num_warps=warps,
+            ACTIVATION=activation, GATED=factor is not None, EMIT_HIDDEN=want_hidden, COLUMNS=wide, ROW_AXIS=row_axis,
+            num_warps=warps,
         )  # fmt: skip
     return grads, packed, hidden

@@ -22,6 +22,7 @@ from nmsparse.kernels._tile import (
     pack_sample,
     store_column_values,
     store_column_words,
+    tile_grid,
     with_sign,
 )
 
@@ -173,15 +174,15 @@ def _load(
 def _weight_kernel(
     x_ptr, mask_ptr, scale_ptr, m_ptr, k_packed, rows, columns,
     SOFT: tl.constexpr, HAS_MASK: tl.constexpr, COLUMNS_FIRST: tl.constexpr, EMIT_M: tl.constexpr, EMIT_K: tl.constexpr,
-    KIND: tl.constexpr, COLUMNS: tl.constexpr,
+    KIND: tl.constexpr, COLUMNS: tl.constexpr, ROW_AXIS: tl.constexpr,
 ):  # fmt: skip
     """Project along one direction, keep the two largest of that along the other, and pack either or both.
 
     The K-major copy has its groups along columns, the M-major one along rows.
     """
     GROUPS: tl.constexpr = COLUMNS // 4
-    row = tl.program_id(1).to(tl.int64) * 32
-    column = tl.program_id(0) * COLUMNS
+    row = tl.program_id(ROW_AXIS).to(tl.int64) * 32
+    column = tl.program_id(1 - ROW_AXIS) * COLUMNS
     left = columns - column
     scale = tl.load(scale_ptr) if SOFT else 1.0
     m_meta = metadata_of(m_ptr, rows, columns, tl.int32)
@@ -235,14 +236,15 @@ def _project_row(
 def _gradient_kernel(
     x_ptr, stream_ptr, counter_ptr, m_ptr, k_packed, sums_ptr, rows, padded_rows, columns,
     EMIT_M: tl.constexpr, EMIT_K: tl.constexpr, ALL_ROWS: tl.constexpr, KIND: tl.constexpr, COLUMNS: tl.constexpr,
+    ROW_AXIS: tl.constexpr,
 ):  # fmt: skip
     """An output gradient (tokens, channels): MVUE along tokens, M-major; the two largest of four channels, K-major.
 
     The K-major copy comes with the sums of |G| before and after pruning, for each tile and token.
     """
     GROUPS: tl.constexpr = COLUMNS // 4
-    row = tl.program_id(1).to(tl.int64) * 32
-    column = tl.program_id(0) * COLUMNS
+    row = tl.program_id(ROW_AXIS).to(tl.int64) * 32
+    column = tl.program_id(1 - ROW_AXIS) * COLUMNS
     left = columns - column
     words = tl.full((2, COLUMNS), 0, tl.int32)
     m_meta = metadata_of(m_ptr, padded_rows, columns, tl.int32)
@@ -286,7 +288,7 @@ def _emit_token(
     k0, k1, k2, k3 = _kept(e0, e1, e2, e3)
     first, second, nibbles = _compressed(e0, e1, e2, e3, k0, k1, k2, k3)
     _store_row(first, second, nibbles, k_ptr, k_meta, row, j, i, column, columns, left, KIND, GROUPS)
-    sums = sums_ptr + tl.program_id(0).to(tl.int64) * 2 * padded_rows + row + entry_rows(j, i)
+    sums = sums_ptr + (column // (4 * GROUPS)).to(tl.int64) * 2 * padded_rows + row + entry_rows(j, i)
     tl.store(sums, tl.sum(tl.abs(x), 1))
     tl.store(sums + padded_rows, tl.sum(tl.abs(first) + tl.abs(second), 1))
 
@@ -327,13 +329,14 @@ def pack_weight(
     wide, warps = tile or _weight_tile(along_columns is not None, along_rows is not None, columns_first, scale is not None)
     some = along_rows if along_columns is None else along_columns
     assert some is not None, "at least one copy is asked for"
+    grid, row_axis = tile_grid(triton.cdiv(width, wide), height // TILE_ROWS)
     with on_device(weight):
-        _weight_kernel[(triton.cdiv(width, wide), height // TILE_ROWS)](
+        _weight_kernel[grid](
             weight, weight if mask is None else mask.contiguous().view(torch.uint8), weight if scale is None else scale,
             some if along_rows is None else along_rows, some if along_columns is None else along_columns, height, width,
             SOFT=scale is not None, HAS_MASK=mask is not None, COLUMNS_FIRST=columns_first,
             EMIT_M=along_rows is not None, EMIT_K=along_columns is not None,
-            KIND=KINDS[some.dtype], COLUMNS=wide, num_warps=warps,
+            KIND=KINDS[some.dtype], COLUMNS=wide, ROW_AXIS=row_axis, num_warps=warps,
         )  # fmt: skip
 
 
@@ -362,12 +365,13 @@ def pack_gradient(
     m_copy = grad.new_empty(packed_size(channels, rows)) if along_tokens else None
     k_copy = grad.new_empty(packed_size(rows, channels)) if along_channels else None
     sums = grad.new_empty((tiles, 2, rows), dtype=torch.float32) if along_channels else None
+    grid, row_axis = tile_grid(tiles, rows // TILE_ROWS)
     with on_device(grad):
-        _gradient_kernel[(tiles, rows // TILE_ROWS)](
+        _gradient_kernel[grid](
             grad, grad if stream is None else stream, grad if counter is None else counter,
             grad if m_copy is None else m_copy, grad if k_copy is None else k_copy, grad if sums is None else sums,
             tokens, rows, channels,
             EMIT_M=along_tokens, EMIT_K=along_channels, ALL_ROWS=rows == tokens,
-            KIND=KINDS[grad.dtype], COLUMNS=wide, num_warps=warps,
+            KIND=KINDS[grad.dtype], COLUMNS=wide, ROW_AXIS=row_axis, num_warps=warps,
         )  # fmt: skip
     return m_copy, k_copy, None if sums is None else sums.sum(0)[:, :tokens].contiguous()

@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 TILE_ROWS = 32
+SECOND_AXIS = 65535
+"""Blocks that a grid can have along its second axis."""
 KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -142,6 +144,12 @@ def pack_sample(
     first, second, nibbles = _sample(x0, x1, x2, x3, u1)
     store_column_values(first, second, m_ptr, row, j, column, columns, left, COLUMNS)
     return column_words(nibbles, j, COLUMNS)
+
+
+def tile_grid(columns: int, rows: int) -> tuple[tuple[int, int], int]:
+    """A grid of so many tiles, and the axis of its rows: tiles side by side first, as they lie in memory, unless there are more
+    rows than a grid's second axis can have."""
+    return ((columns, rows), 1) if rows <= SECOND_AXIS else ((rows, columns), 0)
 
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
