@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
@@ -405,31 +404,23 @@ def reproduce(
     chosen = room.claims_at(scale) if claim == "all" else _check_names("CLAIM", [claim] if claim else [], room.CLAIMS)
     failed: dict[str, str] = {}
     outcomes: list[dict[str, Any]] = []
-    until = None if max_minutes is None else time.monotonic() + 60 * max_minutes
     with _in_words():
         if only and claim == "all":
             raise ValueError("--only names experiments of one claim; leave it out for all claims.")
-        for name in [] if report else chosen:
-            if dry_run:
-                room.print_plan(room.Study(room.CLAIMS[name], scale, room.Ledger(results), room.device_name(), only or ()), seeds)
-                continue
+        claims = [] if report else [room.CLAIMS[name] for name in chosen]
+        for known in claims if dry_run else []:
+            room.print_plan(room.Study(known, scale, room.Ledger(results), room.device_name(), only or ()), seeds)
+        if claims and not dry_run:
             with study_progress(quiet=as_json) as listen:
-                study, progress = room.reproduce(
-                    room.CLAIMS[name],
-                    results,
-                    scale=scale,
-                    seeds=seeds,
-                    only=only or (),
-                    data_dir=data_dir,
-                    folder=runs,
-                    jobs=jobs,
-                    minutes=None if until is None else max(0.0, (until - time.monotonic()) / 60),
-                    listen=listen,
-                )
-            failed |= progress.failed
-            outcomes.append(room.to_dict(study, study.claim) | {"left": progress.left, "failed": progress.failed})
-            if not as_json:
-                room.print_outcome(study, progress)
+                ended = room.reproduce(
+                    claims, results, scale=scale, seeds=seeds, only=only or (), data_dir=data_dir, folder=runs, jobs=jobs,
+                    minutes=max_minutes, listen=listen,
+                )  # fmt: skip
+            for study, progress in ended:
+                failed |= progress.failed
+                outcomes.append(room.to_dict(study, study.claim) | {"left": progress.left, "failed": progress.failed})
+                if not as_json:
+                    room.print_outcome(study, progress)
         if as_json and outcomes:
             typer.echo(json.dumps(outcomes if claim == "all" else outcomes[0]))
         if not dry_run and (report or scale in ("small", "cpu")):

@@ -109,15 +109,35 @@ def test_ranks_are_the_order_of_a_stable_sort(case):
 
 
 @given(cases(patterns(), st.one_of(tied(), st.sampled_from(SPECIAL), finite())))
-def test_sorting_and_comparing_pairs_rank_alike(case):
+def test_sorting_entries_and_pairs_rank_alike(case):
     pattern, x, dim = case
     view, axis = F.to_groups(x, pattern, dim)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_groups, "UNROLLED", 0)
         by_sorting = F.magnitude_rank(view, axis)
         patch.setattr(_groups, "UNROLLED", 64)
-        by_pairs = F.magnitude_rank(view, axis)
-    assert torch.equal(by_sorting.long(), by_pairs.long())
+        by_entries = F.magnitude_rank(view, axis)
+    assert torch.equal(by_sorting.long(), by_entries.long())
+    assert torch.equal(by_sorting.long(), _groups.pair_ranks(_groups.magnitude_key(view), axis).long())
+
+
+def test_all_pairs_at_once_is_for_gpus_and_small_groups(monkeypatch):
+    class Key:
+        """A key as its place and size look."""
+
+        def __init__(self, is_cuda, groups, size):
+            self.is_cuda, self.shape = is_cuda, torch.Size((groups, size))
+
+        def numel(self):
+            return self.shape.numel()
+
+    assert _groups._sorts(Key(False, 10, 4), 1)
+    assert not _groups._sorts(Key(True, 10, 4), 1)
+    assert not _groups._sorts(Key(True, 10, 64), 1)
+    assert _groups._sorts(Key(True, 10, 128), 1)
+    assert _groups._sorts(Key(True, 1 << 22, 32), 1)  # 4 GiB of comparisons
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not _groups._sorts(Key(True, 1 << 22, 32), 1)  # which a compiled reduction does not keep
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -98,6 +98,7 @@ def test_packed_layers_replay_from_a_graph() -> None:
     assert close(y, dense(x))
 
 
+@pytest.mark.alone
 def test_times_decide_and_every_layer_says_why() -> None:
     model = nn.Sequential(nn.Linear(2048, 8192, device="cuda", dtype=BF16), nn.Linear(8192, 2048, device="cuda", dtype=BF16))
     nm.sparsify_(model, nm.ASP("2:4"), targets="all")

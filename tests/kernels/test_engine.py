@@ -40,7 +40,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     fake = FakeLibrary()
     monkeypatch.setattr(_cusparselt, "library", lambda: fake)
     monkeypatch.setattr(_cusparselt, "_handle", lambda device: _cusparselt._Struct())
-    monkeypatch.setattr(_cusparselt, "_handle_memory", lambda device: torch.zeros(1))
+    monkeypatch.setattr(_cusparselt, "_stand_in", lambda: torch.zeros(1))
     return fake
 
 

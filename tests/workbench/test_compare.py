@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,34 @@ def test_a_run_that_fails_is_named_and_the_others_finish(tmp_path: Path) -> None
     assert "there is no model named 'nonsense'" in jobs[0].failure
 
 
+def test_a_process_that_has_trained_before_trains_the_same(tmp_path: Path) -> None:
+    """One process for two runs, and one for each: bit for bit the same losses, in logs of their own."""
+    configs = {name: TrainConfig.from_dict(TINY | {"recipe": name}) for name in ("s-ste", "ste")}
+    together = run_study(configs, tmp_path / "together", jobs=1)
+    assert together[0].worker is together[1].worker
+    for name, config in configs.items():
+        run_study({name: config}, tmp_path / "apart", jobs=1)
+        rows = [RunRecord(tmp_path / where / name).rows("valid") for where in ("together", "apart")]
+        assert rows[0] == rows[1]
+
+
+def test_a_process_that_failed_is_replaced(tmp_path: Path) -> None:
+    configs = {str(n): TrainConfig.from_dict(TINY | {"recipe": "dense", "steps": 1, "seed": n}) for n in range(3)}
+    configs["1"] = replace(configs["1"], model="nonsense")
+    first, failed, last = run_study(configs, tmp_path, jobs=1)
+    assert [job.status for job in (first, failed, last)] == ["finished", "failed", "finished"]
+    assert first.worker is failed.worker is not last.worker
+    assert (tmp_path / "1" / "log.txt").read_text().count("Traceback") == 1
+    assert not any(job.worker.is_alive for job in (first, last) if job.worker is not None)
+
+
+def test_runs_that_become_possible_meanwhile_join(tmp_path: Path) -> None:
+    config = TrainConfig.from_dict(TINY | {"recipe": "dense", "steps": 1})
+    later = iter([{}, {"second": replace(config, seed=1)}])
+    jobs = run_study({"first": config}, tmp_path, jobs=1, more=lambda: next(later, {}))
+    assert {job.name: job.status for job in jobs} == {"first": "finished", "second": "finished"}
+
+
 def test_a_diverged_run_counts_as_diverged(tmp_path: Path) -> None:
     config = TrainConfig.from_dict(TINY | {"recipe": "dense", "lr": 1e30, "clip": 0.0, "steps": 6})
     (job,) = run_study({"wild": config}, tmp_path)
@@ -152,8 +181,8 @@ def test_before_the_first_row_a_guess_decides_how_many_start(
 
 def test_a_run_finds_few_compile_workers_and_what_a_study_adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, str] = {}
-    monkeypatch.setattr(compare_module.subprocess, "Popen", lambda *args, env, **rest: seen.update(env))
-    compare_module._start(Job("a", TrainConfig(), tmp_path, environment={"NMSPARSE_CACHE": "elsewhere"}), threads=2)
+    monkeypatch.setattr(compare_module, "Worker", lambda environment, folder: seen.update(environment))
+    compare_module._start(Job("a", TrainConfig(), tmp_path), 2, {"NMSPARSE_CACHE": "elsewhere"})
     assert (seen["TORCHINDUCTOR_COMPILE_THREADS"], seen["OMP_NUM_THREADS"], seen["NMSPARSE_CACHE"]) == ("2", "2", "elsewhere")
 
 

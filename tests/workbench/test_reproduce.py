@@ -57,13 +57,17 @@ def small_claim(rates: tuple[float, ...] = (1e-3, 3e-3), **changes: Any) -> Clai
 def in_process(stop_after: int | None = None) -> Callable[..., list[Job]]:
     """run_study in this process: the same, without the seconds that a process takes to start."""
 
-    def run(configs: dict[str, TrainConfig], folder: Path, *, listen: Any, **limits: Any) -> list[Job]:
-        everything = [Job(name, config, folder / name) for name, config in configs.items()]
-        for number, job in enumerate(everything):
-            if number == stop_after:
-                raise KeyboardInterrupt
-            train(job.config, job.folder, resume=True)
-            listen(everything)
+    def run(configs: dict[str, TrainConfig], folder: Path, *, listen: Any, more: Any, **limits: Any) -> list[Job]:
+        everything: list[Job] = []
+        while configs:
+            new = [Job(name, config, folder / name) for name, config in configs.items()]
+            everything += new
+            for job in new:
+                if sum(job.status == "finished" for job in everything) == stop_after:
+                    raise KeyboardInterrupt
+                train(job.config, job.folder, resume=True)
+                listen(everything)
+            configs = more()
         return everything
 
     return run
@@ -234,7 +238,7 @@ def test_a_statement_about_an_unknown_contender_is_refused() -> None:
 
 def test_a_claim_runs_from_end_to_end(tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """s-ste at toy scale with three seeds: tuned, trained, judged, printed, written down."""
-    study, progress = reproduce(CLAIMS["s-ste"], tmp_path / "book", scale="toy", seeds=3, folder=tmp_path / "runs")
+    ((study, progress),) = reproduce([CLAIMS["s-ste"]], tmp_path / "book", scale="toy", seeds=3, folder=tmp_path / "runs")
     assert progress == Progress([], {})
     rows = [json.loads(line) for line in (tmp_path / "book" / "s-ste.jsonl").read_text().splitlines()]
     assert sum(row["role"] == "tuning" for row in rows) == 5 * 2  # five contenders search, two rates each
@@ -262,34 +266,69 @@ def test_pairs_start_from_the_same_weights_and_see_the_same_examples(tmp_path: P
     claim = small_claim(rates=(1e-3,))
     twins = (Contender("dense"), Contender("ste@4:4"))
     claim = replace(claim, experiments=(replace(claim.experiments[0], contenders=twins),), statements=())
-    study, _ = reproduce(claim, tmp_path / "book", scale="toy", seeds=1, folder=tmp_path / "runs")
+    ((study, _),) = reproduce([claim], tmp_path / "book", scale="toy", seeds=1, folder=tmp_path / "runs")
     dense, ste = (study.results(claim.experiments[0], contender)[0] for contender in twins)
     assert dense.headline == ste.headline
+
+
+def test_finals_start_as_soon_as_their_rate_is_known(tmp_path: Path, quick: Any) -> None:
+    """The first contender's trials are enough for its finals; the second one's come later."""
+    begun: list[tuple[str, bool]] = []
+
+    def watch(configs: dict[str, TrainConfig], folder: Path, *, listen: Any, more: Any, **limits: Any) -> list[Job]:
+        waiting, done = dict(configs), []
+        while waiting:
+            name = next(iter(waiting))
+            job = Job(name, waiting.pop(name), folder / name)
+            begun.append((job.config.label, job.config.seed == TUNING_SEED))
+            train(job.config, job.folder, resume=True)
+            done.append(job)
+            listen(done)
+            waiting = {**more(), **waiting}
+        return done
+
+    quick.setattr(runner, "run_study", watch)
+    reproduce([small_claim()], tmp_path / "book", scale="toy", seeds=2, folder=tmp_path / "runs")
+    assert begun == [
+        ("dense", True), ("dense", True), ("dense", False), ("dense", False),
+        ("ste 2:4", True), ("ste 2:4", True), ("ste 1:4", False), ("ste 1:4", False), ("ste 2:4", False), ("ste 2:4", False),
+    ]  # fmt: skip
+
+
+def test_claims_that_want_the_same_run_train_it_once(tmp_path: Path, quick: Any) -> None:
+    ours, theirs = small_claim(), replace(small_claim(), name="other")
+    (one, first), (two, second) = reproduce([ours, theirs], tmp_path / "book", scale="toy", seeds=1, folder=tmp_path / "runs")
+    assert first == second == Progress([], {})
+    assert len((tmp_path / "book" / "tiny.jsonl").read_text().splitlines()) == 4 + 3
+    assert not (tmp_path / "book" / "other.jsonl").exists()
+    assert judge(one, ours.statements[0]).left == judge(two, theirs.statements[0]).left != {}
 
 
 def test_an_interrupted_study_goes_on_where_it_stopped(tmp_path: Path, quick: pytest.MonkeyPatch) -> None:
     book = tmp_path / "book"
     quick.setattr(runner, "run_study", in_process(stop_after=3))
     with pytest.raises(KeyboardInterrupt):
-        reproduce(small_claim(), book, scale="toy", seeds=2, folder=tmp_path / "runs")
+        reproduce([small_claim()], book, scale="toy", seeds=2, folder=tmp_path / "runs")
     before = (book / "tiny.jsonl").read_text()
     assert before.count("\n") == 3
     (book / "tiny.jsonl").write_text(before + before[:100])  # a kill in the middle of a line
     quick.setattr(runner, "run_study", in_process())
     # another folder for the runs: a fresh machine that has the book only
-    _, progress = reproduce(small_claim(), book, scale="toy", seeds=2, folder=tmp_path / "elsewhere")
+    ((_, progress),) = reproduce([small_claim()], book, scale="toy", seeds=2, folder=tmp_path / "elsewhere")
     assert progress.left == []
     lines = (book / "tiny.jsonl").read_text().splitlines()
     assert lines[:3] == before.splitlines()
     hashes = [json.loads(line)["hash"] for line in lines if line not in (before[:100],)]
     assert len(hashes) == len(set(hashes)) == 4 + 6
     modified = (book / "tiny.jsonl").stat().st_mtime_ns
-    reproduce(small_claim(), book, scale="toy", seeds=2, folder=tmp_path / "elsewhere")
+    reproduce([small_claim()], book, scale="toy", seeds=2, folder=tmp_path / "elsewhere")
     assert (book / "tiny.jsonl").stat().st_mtime_ns == modified
 
 
 def test_time_that_is_up_starts_nothing_and_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    study, progress = reproduce(small_claim(), tmp_path / "book", scale="toy", seeds=2, folder=tmp_path / "runs", minutes=0)
+    ((study, progress),) = reproduce(
+        [small_claim()], tmp_path / "book", scale="toy", seeds=2, folder=tmp_path / "runs", minutes=0
+    )
     assert not (tmp_path / "runs").exists()
     assert len(progress.left) == 4 + 6  # two contenders with two rates; three contenders with two seeds
     assert judge(study, study.claim.statements[0]).verdict == "not run yet"
@@ -311,7 +350,7 @@ def test_processes_train_side_by_side_and_failures_are_named(tmp_path: Path) -> 
     )
     few = tuple(replace(each, contenders=each.contenders[:1]) for each in (good, bad))
     both = replace(claim, experiments=few, statements=())
-    _, progress = reproduce(both, tmp_path / "book", scale="toy", seeds=1, folder=tmp_path / "runs", jobs=2)
+    ((_, progress),) = reproduce([both], tmp_path / "book", scale="toy", seeds=1, folder=tmp_path / "runs", jobs=2)
     assert Ledger(tmp_path / "book").runs.keys() != set()
     ((name, why),) = progress.failed.items()
     assert name.startswith("bad-dense")
@@ -322,10 +361,10 @@ def test_processes_train_side_by_side_and_failures_are_named(tmp_path: Path) -> 
 def test_data_that_is_missing_is_noticed_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NMSPARSE_DATA", raising=False)
     with pytest.raises(ValueError, match="NMSPARSE_DATA"):
-        reproduce(CLAIMS["bi-mask"], tmp_path / "book", folder=tmp_path / "runs")
+        reproduce([CLAIMS["bi-mask"]], tmp_path / "book", folder=tmp_path / "runs")
     claim = small_claim(pretrained="{data}/nowhere")
     with pytest.raises(ValueError, match="put the pretrained model there"):
-        reproduce(claim, tmp_path / "book", scale="toy", data_dir=tmp_path, folder=tmp_path / "runs")
+        reproduce([claim], tmp_path / "book", scale="toy", data_dir=tmp_path, folder=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
 
@@ -336,7 +375,7 @@ def test_what_one_experiment_lacks_does_not_stop_the_others(
     claim = small_claim(rates=(1e-3,))
     other = replace(claim.experiments[0], name="other", setups={"toy": Setup(TINY | {"model": None} | lacking, (1e-3,))})
     both = replace(claim, experiments=(other, *claim.experiments))
-    study, progress = reproduce(both, tmp_path / "book", scale="toy", seeds=1, data_dir=tmp_path, folder=tmp_path / "runs")
+    ((study, progress),) = reproduce([both], tmp_path / "book", scale="toy", seeds=1, data_dir=tmp_path, folder=tmp_path / "runs")
     assert why in progress.failed["other"]
     assert {run.row["experiment"] for run in study.ledger.runs.values()} == {"gpt"}
 
@@ -351,12 +390,15 @@ def test_no_run_starts_that_would_not_end_in_time(tmp_path: Path) -> None:
 def test_a_run_is_expected_to_take_as_long_as_those_before(tmp_path: Path, quick: pytest.MonkeyPatch) -> None:
     expected: dict[str, float] = {}
 
-    def watch(configs: dict[str, TrainConfig], folder: Path, *, lasts: Any, **others: Any) -> list[Job]:
-        expected.update({name: lasts(name) for name in configs})
-        return in_process()(configs, folder, **others)
+    def watch(configs: dict[str, TrainConfig], folder: Path, *, lasts: Any, more: Any, **others: Any) -> list[Job]:
+        def asked(configs: dict[str, TrainConfig]) -> dict[str, TrainConfig]:
+            expected.update({Path(name).name: lasts(name) for name in configs})
+            return configs
+
+        return in_process()(asked(configs), folder, more=lambda: asked(more()), **others)
 
     quick.setattr(runner, "run_study", watch)
-    study, _ = reproduce(small_claim(), tmp_path / "book", scale="toy", seeds=1, folder=tmp_path / "runs")
+    ((study, _),) = reproduce([small_claim()], tmp_path / "book", scale="toy", seeds=1, folder=tmp_path / "runs")
     tuning, final = {expected[p.name] for p in study.tuning()}, {expected[p.name] for p in study.finals(1)}
     assert tuning == {0.0}, "nobody knows"
     slowest = max(study.find(planned).row["seconds"] / planned.config.steps for planned in study.tuning())
@@ -366,13 +408,13 @@ def test_a_run_is_expected_to_take_as_long_as_those_before(tmp_path: Path, quick
 def test_a_run_that_cannot_be_recorded_does_not_end_the_others(tmp_path: Path, quick: pytest.MonkeyPatch) -> None:
     record = runner._Session._record
 
-    def broken(session: Any, planned: Any, folder: Path) -> None:
+    def broken(session: Any, study: Any, planned: Any, folder: Path) -> None:
         if planned.contender.label == "dense":
             raise OSError("disk full")
-        record(session, planned, folder)
+        record(session, study, planned, folder)
 
     quick.setattr(runner._Session, "_record", broken)
-    _, progress = reproduce(small_claim((1e-3,)), tmp_path / "book", scale="toy", seeds=1, folder=tmp_path / "runs")
+    ((_, progress),) = reproduce([small_claim((1e-3,))], tmp_path / "book", scale="toy", seeds=1, folder=tmp_path / "runs")
     ((name, why),) = progress.failed.items()
     assert name.startswith("gpt-dense")
     assert "disk full" in why

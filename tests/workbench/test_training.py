@@ -189,18 +189,26 @@ def test_a_killed_process_resumes_bit_for_bit(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "nmsparse.workbench.training", str(folder)]
+    command = [sys.executable, "-m", "nmsparse.workbench.training"]
+
+    def begin(folder: Path) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
+        assert process.stdin is not None
+        process.stdin.write(f"{folder}\n".encode())
+        process.stdin.close()
+        return process
+
     for enough in (6, 20):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+        process = begin(folder)
         while process.poll() is None and max(Checkpoints(folder / "checkpoints", 2).steps(), default=0) < enough:
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert subprocess.run(command, capture_output=True, env=environment, check=False).returncode == 0
+    assert begin(folder).wait() == 0
     whole = tmp_path / "whole"
     whole.mkdir()
     (whole / "config.json").write_text(json.dumps(config.to_dict()))
-    assert subprocess.run([*command[:-1], str(whole)], capture_output=True, env=environment, check=False).returncode == 0
+    assert begin(whole).wait() == 0
     assert_same_run(whole, folder)
 
 

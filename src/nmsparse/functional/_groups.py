@@ -11,8 +11,10 @@ from nmsparse.pattern import Pattern
 
 UNROLLED = 8
 """Up to this group size, comparing all pairs entry by entry beats sorting."""
-LAUNCH_BOUND = 1 << 21
-"""Entries up to which a GPU takes longer to be told of a comparison than to make it: a sort is one launch, all pairs are many."""
+PAIRED = 64
+"""Up to this group size a GPU compares all pairs at once: its sort gives a whole block of threads to a group of any size."""
+PAIRS_AT_ONCE = 1 << 30
+"""Bytes that the comparisons of all pairs may take outside a compiled graph."""
 
 
 def check_divisible(shape: torch.Size, pattern: Pattern, dim: int) -> int:
@@ -72,17 +74,33 @@ def entry_ranks(keys: Sequence[Tensor]) -> list[Tensor]:
     return ranks
 
 
-def _is_launch_bound(x: Tensor) -> bool:
-    """Compilers fuse the comparisons into one launch."""
-    return x.is_cuda and x.numel() <= LAUNCH_BOUND and not torch.compiler.is_compiling()
+def pair_ranks(key: Tensor, axis: int) -> Tensor:
+    """Rank of each entry inside its group, from all pairs in one comparison; the lower index wins a tie.
+
+    A handful of launches in eager mode, where entry by entry would be dozens; one reduction in a compiled graph.
+    """
+    size, key = key.shape[axis], key.movedim(axis, -1)
+    place = torch.arange(size, device=key.device)
+    other, own = key.unsqueeze(-2), key.unsqueeze(-1)
+    beats = torch.where(place[None, :] < place[:, None], other >= own, other > own)
+    return beats.sum(-1, dtype=torch.int16).movedim(-1, axis)
+
+
+def _sorts(key: Tensor, axis: int) -> bool:
+    """Whether sorting beats comparing all pairs: on CPUs, and for large groups."""
+    size = key.shape[axis]
+    fits = torch.compiler.is_compiling() or key.numel() * size <= PAIRS_AT_ONCE
+    return not (key.is_cuda and size <= PAIRED and fits)
 
 
 def magnitude_rank(x: Tensor, axis: int) -> Tensor:
     """Rank of each entry's magnitude inside its group (0 = largest); on a tie the lower index ranks first."""
     key = magnitude_key(x)
     size = x.shape[axis]
-    if size <= UNROLLED and not _is_launch_bound(x):
+    if size <= UNROLLED and (not x.is_cuda or torch.compiler.is_compiling()):
         return torch.stack(entry_ranks(key.unbind(axis)), axis)
+    if not _sorts(key, axis):
+        return pair_ranks(key, axis)
     order = key.sort(dim=axis, descending=True, stable=True).indices
     shape = [1] * x.ndim
     shape[axis] = size

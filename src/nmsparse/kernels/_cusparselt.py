@@ -154,7 +154,7 @@ class Plan:
         )
         self._bias = c_void_p()
         if p.has_bias:  # the epilogue is chosen with the plan; the address may move later
-            self._point_to_bias(_handle_memory(self.device).data_ptr())
+            self._point_to_bias(_stand_in().data_ptr())
         self._call("MatmulAlgSelectionInit", self._selection.pointer, self._product.pointer, c_int(0))
         if self.algorithm.id >= 0:
             self._set(ALG_CONFIG_ID, self.algorithm.id)
@@ -226,9 +226,10 @@ class Plan:
 
 
 @cache
-def _handle_memory(device: int) -> Tensor:
-    """Any address on the device, to stand for a bias that is not there yet."""
-    return torch.zeros(16, dtype=torch.bfloat16, device=f"cuda:{device}")
+def _stand_in() -> Tensor:
+    """Memory whose address stands for a bias that is not there yet. On the host, where GPUs can read it too: a plan may be made
+    while torch allocates from the pool of a CUDA graph, in which nothing may live on."""
+    return torch.zeros(16, dtype=torch.bfloat16, pin_memory=True)
 
 
 def _matrix(rows: int, columns: int, kind: int, order: int) -> tuple[Any, ...]:

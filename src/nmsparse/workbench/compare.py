@@ -1,4 +1,4 @@
-"""Several recipes and seeds side by side, each run in a process of its own, as many at a time as memory allows.
+"""Several recipes and seeds side by side, in as many processes as memory allows; each trains one run after another.
 
 A comparison is a folder of run folders. What is finished in it is not run again, and what was interrupted goes on from its last
 checkpoint, so calling it again with the same arguments continues it.
@@ -11,24 +11,23 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nmsparse.workbench._workers import LOG, Worker
 from nmsparse.workbench.records import METRICS, RESULT, RUN, RunRecord, write_json
 from nmsparse.workbench.training import TrainConfig
 
-CONFIG, LOG = "config.json", "log.txt"
+CONFIG = "config.json"
 POLL_SECONDS = 0.3
-STOP_SECONDS = 10
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun tells its processes: a run that inherited it would wait for the others."""
 PROCESS_BYTES = 600 << 20
@@ -89,23 +88,29 @@ class Job:
     name: str
     config: TrainConfig
     folder: Path
-    process: subprocess.Popen[bytes] | None = None
+    worker: Worker | None = None
+    """The process that it was given to."""
     failure: str | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of its process beside ours."""
+    _ended: str | None = None
+    """How, once that is known: it does not change any more."""
+    _last: dict[str, Any] | None = None
+    """The newest log row of a run that has ended."""
 
     @property
     def is_running(self) -> bool:
-        return self.process is not None and self.process.poll() is None
+        return self._ended is None and self.worker is not None and self.worker.works_on(self.folder)
 
     @property
     def status(self) -> str:
         """waiting, running, finished, diverged or failed"""
+        if self._ended is not None:
+            return self._ended
         if self.is_running:
             return "running"
         if (self.folder / RESULT).exists():
-            return str((RunRecord(self.folder).result or {}).get("status"))
-        return "waiting" if self.process is None else "failed"
+            self._ended = str((RunRecord(self.folder).result or {}).get("status"))
+            return self._ended
+        return "waiting" if self.worker is None else "failed"
 
     @property
     def unit(self) -> str:
@@ -113,7 +118,16 @@ class Job:
         return str(RunRecord(self.folder).info["task"]["unit"])
 
     def last_row(self) -> dict[str, Any]:
-        """The newest log row, from the end of the file: a long run's is not read as a whole."""
+        """The newest log row; a study asks for all of them again and again."""
+        if self._last is not None:
+            return self._last
+        row = self._newest_row()
+        if self._ended is not None:
+            self._last = row
+        return row
+
+    def _newest_row(self) -> dict[str, Any]:
+        """From the end of the file: a long run's is not read as a whole."""
         file = self.folder / METRICS
         if not file.exists():
             return {}
@@ -134,7 +148,7 @@ Listener = Callable[[list[Job]], None]
 
 
 def run_study(
-    configs: dict[str, TrainConfig],
+    configs: Mapping[str, TrainConfig],
     folder: Path,
     *,
     jobs: int | None = None,
@@ -143,24 +157,104 @@ def run_study(
     guess_gib: float | None = None,
     environment: Mapping[str, str] | None = None,
     lasts: Callable[[str], float] = lambda name: 0.0,
+    more: Callable[[], Mapping[str, TrainConfig]] | None = None,
 ) -> list[Job]:
     """Train everything; return the jobs, finished, diverged or failed. ``jobs`` caps how many run at a time.
 
     No run starts that would end after ``until`` (of time.monotonic), going by the seconds that it ``lasts``; it is returned as
-    waiting.
+    waiting. ``more`` is asked now and then for runs that have become possible meanwhile.
     ``guess_gib`` is what a run may take until the first has said what it does take; without it that one is waited for.
     """
-    all_jobs = [Job(name, config, folder / name, environment=environment or {}) for name, config in configs.items()]
-    for job in all_jobs:
-        _prepare(job)
-    waiting = [job for job in all_jobs if job.status not in ("finished", "diverged")]
+    study = _Study(folder, jobs, until, listen, guess_gib, environment or {}, lasts, more)
+    study.add(configs)
     try:
         with _ends_on_signals():
-            _run(all_jobs, waiting, jobs, until, listen, guess_gib, lasts)
+            study.run()
     finally:
-        _stop(all_jobs)
-    listen(all_jobs)
-    return all_jobs
+        study.stop()
+    listen(study.jobs)
+    return study.jobs
+
+
+class _Study:
+    """Runs, and the processes that train them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        at_a_time: int | None,
+        until: float | None,
+        listen: Listener,
+        guess_gib: float | None,
+        environment: Mapping[str, str],
+        lasts: Callable[[str], float],
+        more: Callable[[], Mapping[str, TrainConfig]] | None,
+    ) -> None:
+        self.folder, self.at_a_time, self.until, self.listen = folder, at_a_time, until, listen
+        self.guess_gib, self.environment, self.lasts, self.more = guess_gib, environment, lasts, more
+        self.jobs: list[Job] = []
+        self.waiting: list[Job] = []
+        self.workers: list[Worker] = []
+
+    def add(self, configs: Mapping[str, TrainConfig]) -> None:
+        new = [Job(name, config, self.folder / name) for name, config in configs.items()]
+        for job in new:
+            _prepare(job)
+        self.jobs += new
+        self.waiting += [job for job in new if job.status not in ("finished", "diverged")]
+
+    @property
+    def running(self) -> list[Job]:
+        return [job for job in self.jobs if job.is_running]
+
+    @property
+    def most(self) -> int:
+        """Runs at a time. Of all jobs, not of those that are left: threads decide about rounding, and a comparison that goes on
+        must go on exactly."""
+        wanted = self.at_a_time or (8 if torch.cuda.is_available() else os.cpu_count() or 1)
+        return wanted if self.more is not None else max(1, min(len(self.jobs), wanted))
+
+    def run(self) -> None:
+        while self.waiting or self.running:
+            if self.until is not None:
+                self.waiting = [job for job in self.waiting if time.monotonic() + self.lasts(job.name) <= self.until]
+            self._start_what_fits()
+            self._tell()
+            time.sleep(POLL_SECONDS)
+            if self.more is not None:
+                self.add(self.more())
+        self._tell()  # of those that ended since
+
+    def _start_what_fits(self) -> None:
+        for worker in [worker for worker in self.workers if not worker.is_alive]:
+            worker.wait()
+            self.workers.remove(worker)
+        running = self.running
+        while self.waiting and len(running) < self.most and _fits(running, self.jobs, self.guess_gib):
+            job = self.waiting.pop(0)
+            job.worker = next((worker for worker in self.workers if worker.is_idle), None)
+            if job.worker is None:
+                job.worker = _start(job, max(1, (os.cpu_count() or 1) // self.most), self.environment)
+                self.workers.append(job.worker)
+            else:
+                job.worker.give(job.folder)
+            running.append(job)
+
+    def _tell(self) -> None:
+        for job in self.jobs:
+            if job.worker is not None and job.failure is None and job.status == "failed":
+                job.failure = _last_words(job)
+        self.listen(self.jobs)
+
+    def stop(self) -> None:
+        """End what still runs, and wait for it: the next call finds the folders free."""
+        for worker in self.workers:
+            if worker.is_idle:
+                worker.dismiss()
+            else:
+                worker.terminate()
+        for worker in self.workers:
+            worker.wait()
 
 
 def _prepare(job: Job) -> None:
@@ -172,43 +266,6 @@ def _prepare(job: Job) -> None:
             raise ValueError(f"{job.folder} holds another run ({'; '.join(differences[:4])}): choose another folder.")
     job.folder.mkdir(parents=True, exist_ok=True)
     write_json(file, job.config.to_dict())
-
-
-def _run(
-    all_jobs: list[Job],
-    waiting: list[Job],
-    jobs: int | None,
-    until: float | None,
-    listen: Listener,
-    guess_gib: float | None,
-    lasts: Callable[[str], float],
-) -> None:
-    # of all jobs, not of those that are left: threads decide about rounding, and a comparison that goes on must go on exactly
-    most = min(len(all_jobs), jobs or (8 if torch.cuda.is_available() else os.cpu_count() or 1)) or 1
-    threads = max(1, (os.cpu_count() or 1) // most)
-    while waiting or any(job.is_running for job in all_jobs):
-        running = [job for job in all_jobs if job.is_running]
-        if until is not None:
-            waiting[:] = [job for job in waiting if time.monotonic() + lasts(job.name) <= until]
-        if waiting and len(running) < most and _fits(running, all_jobs, guess_gib):
-            _start(waiting.pop(0), threads)
-        _note_failures(all_jobs)
-        listen(all_jobs)
-        time.sleep(POLL_SECONDS)
-    _note_failures(all_jobs)  # of those that ended since
-
-
-def _stop(all_jobs: list[Job]) -> None:
-    """End what still runs, and wait for it: the next call finds the folders free."""
-    running = [job.process for job in all_jobs if job.process is not None and job.is_running]
-    for process in running:
-        process.terminate()
-    for process in running:
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 @contextmanager
@@ -232,24 +289,14 @@ def _ends_on_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _note_failures(all_jobs: list[Job]) -> None:
-    for job in all_jobs:
-        if job.process is not None and job.failure is None and job.status == "failed":
-            job.failure = _last_words(job)
-
-
-def _start(job: Job, threads: int) -> None:
+def _start(job: Job, threads: int, environment: Mapping[str, str]) -> Worker:
     alone = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    environment = {
-        **alone,
+    own = {
         "OMP_NUM_THREADS": str(threads),
         "TORCHINDUCTOR_COMPILE_THREADS": str(threads),  # by default each run would start a worker for every core
         "TOKENIZERS_PARALLELISM": "false",
-        **job.environment,
     }
-    with (job.folder / LOG).open("wb") as log:
-        command = [sys.executable, "-m", "nmsparse.workbench.training", str(job.folder)]
-        job.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    return Worker({**alone, **own, **environment}, job.folder)
 
 
 def _fits(running: list[Job], all_jobs: list[Job], guess_gib: float | None) -> bool:
@@ -286,7 +333,7 @@ def _free_bytes() -> int | None:
 def _last_words(job: Job) -> str:
     """The last line that a process wrote before it failed."""
     lines = (job.folder / LOG).read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else f"exit code {job.process.returncode if job.process else '?'}"
+    return lines[-1] if lines else f"exit code {job.worker.exit_code if job.worker else '?'}"
 
 
 def is_study(folder: Path) -> bool:

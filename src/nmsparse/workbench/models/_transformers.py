@@ -28,10 +28,20 @@ CLASSES = {
 # ---- language ----
 
 
+LARGE_VOCABULARY = 4096
+"""From so many tokens on, the head is a good part of a language model's time."""
+
+
+def head_size(facts: Facts) -> int:
+    """Rows of a language model's head: a large vocabulary is filled up to a multiple of 64 with tokens that never come, because
+    products of odd sizes take several times as long on a GPU (50,257 columns: 4.1 ms in place of under 1, on an H200)."""
+    return facts.vocabulary if facts.vocabulary < LARGE_VOCABULARY else -(-facts.vocabulary // 64) * 64
+
+
 def gpt2(facts: Facts, width: int, layers: int, heads: int, dropout: float) -> nn.Module:
     lib = package("transformers")
     config = lib.GPT2Config(
-        vocab_size=facts.vocabulary,
+        vocab_size=head_size(facts),
         n_positions=facts.length,
         n_embd=width,
         n_layer=layers,
@@ -54,7 +64,7 @@ def llama(facts: Facts, width: int, layers: int, heads: int, dropout: float) -> 
         )
     lib = package("transformers")
     config = lib.LlamaConfig(
-        vocab_size=facts.vocabulary,
+        vocab_size=head_size(facts),
         max_position_embeddings=facts.length,
         hidden_size=width,
         intermediate_size=-(-width * 8 // 48) * 16,  # 8/3 of the width, as LLaMA has it, up to a multiple of 16

@@ -1,18 +1,19 @@
-"""Trains what a claim still lacks, in as many processes as memory and cores allow, and enters every run that ends in the book."""
+"""Trains what claims still lack, in as many processes as memory and cores allow, and enters every run that ends in the book."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from nmsparse.workbench._workers import LOG
 from nmsparse.workbench.compare import Job, Listener, run_study
 from nmsparse.workbench.records import RunRecord
 from nmsparse.workbench.reproduce._claim import Claim, Scale
 from nmsparse.workbench.reproduce._flops import training_flops
-from nmsparse.workbench.reproduce._ledger import Ledger, device_name, make_row
+from nmsparse.workbench.reproduce._ledger import Ledger, device_name, make_row, settings_hash
 from nmsparse.workbench.reproduce._study import MOST_SEEDS, Planned, Study
 from nmsparse.workbench.training import TrainConfig, open_task
 
@@ -37,7 +38,7 @@ class Progress:
 
 
 def reproduce(
-    claim: Claim,
+    claims: Sequence[Claim],
     results: Path,
     *,
     scale: Scale = "small",
@@ -48,84 +49,117 @@ def reproduce(
     jobs: int | None = None,
     minutes: float | None = None,
     listen: Listener = lambda jobs: None,
-) -> tuple[Study, Progress]:
-    """Train what is missing and return the study, which knows all runs, old and new.
+) -> list[tuple[Study, Progress]]:
+    """Train what is missing and return the studies, which know all runs, old and new, each with how far it is.
 
-    ``results`` is the folder of the books, ``folder`` takes the runs themselves. It ends within ``minutes``: no run starts that
-    would take longer, going by those before; calling again goes on. Timed experiments tune side by side like the others, and then
-    run one at a time.
+    ``results`` is the folder of the books, ``folder`` takes the runs themselves. Claims train together: a final run starts as
+    soon as its learning rate is known, whatever the others do. It ends within ``minutes``: no run starts that would take longer,
+    going by those before; calling again goes on. Timed experiments come last: they tune side by side, and then run one at a time.
     """
     if seeds > MOST_SEEDS:
         raise ValueError(f"{seeds} seeds are more than the {MOST_SEEDS} that results are looked for.")
-    study = Study(claim, scale, Ledger(results), device_name(), only)
+    ledger, device = Ledger(results), device_name()
+    studies = [Study(claim, scale, ledger, device, only) for claim in claims]
     named = os.environ.get("NMSPARSE_DATA")
-    data = data_dir or (Path(named) if named else None)
-    session = _Session(study, folder / claim.name / scale, data, jobs, minutes, listen)
-    trials = study.tuning()
-    session.check(study.missing([*trials, *study.finals(seeds)]))
-    session.train([planned for planned in trials if not planned.experiment.is_timed])
+    session = _Session(studies, folder, data_dir or (Path(named) if named else None), jobs, minutes, listen)
+    session.check(seeds)
+    session.train(lambda study: [*study.tuning(), *study.finals(seeds)], is_timed=False)
     # algorithms that are searched while others use the GPU are no choice for runs that have it to themselves
-    crowded = {"NMSPARSE_CACHE": str(session.folder.absolute() / "tuning-cache")}
-    session.train([planned for planned in trials if planned.experiment.is_timed], environment=crowded)
-    finals = study.finals(seeds)
-    session.train([planned for planned in finals if not planned.experiment.is_timed])
-    session.train([planned for planned in finals if planned.experiment.is_timed], alone=True)
-    return study, session.progress(seeds)
+    crowded = {"NMSPARSE_CACHE": str(folder.absolute() / "tuning-cache")}
+    session.train(lambda study: study.tuning(), is_timed=True, environment=crowded)
+    session.train(lambda study: study.finals(seeds), is_timed=True, alone=True)
+    return [(study, session.progress(study, seeds)) for study in studies]
 
 
 class _Session:
-    """One call: the time that is left, and what failed."""
+    """One call: the time that is left, what was begun, and what failed."""
 
     def __init__(
         self,
-        study: Study,
+        studies: Sequence[Study],
         folder: Path,
         data_dir: Path | None,
         jobs: int | None,
         minutes: float | None,
         listen: Listener,
     ) -> None:
-        self.study = study
+        self.studies = studies
         self.folder = folder
         self.data_dir = data_dir
         self.jobs = jobs
         self.until = None if minutes is None else time.monotonic() + 60 * minutes
         self.listen = listen
-        self.failed: dict[str, str] = {}
+        self.failed: dict[str, dict[str, str]] = {study.claim.name: {} for study in studies}
+        """By claim, and then by run or by experiment."""
+        self.begun: dict[str, tuple[Study, Planned]] = {}
+        """By the folder of the run. Claims share runs, so each is begun by the first that wants it."""
+        self._hashes: set[str] = set()
         self._prepared: set[tuple[str, int | None]] = set()
 
-    def train(self, runs: Sequence[Planned], alone: bool = False, environment: Mapping[str, str] | None = None) -> None:
+    def train(
+        self,
+        wanted: Callable[[Study], Sequence[Planned]],
+        *,
+        is_timed: bool,
+        alone: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Train what the studies want, now and as their books grow."""
         if self.until is not None and time.monotonic() > self.until:
             return
-        missing = {planned.name: planned for planned in self.study.missing(runs) if self._has_what_it_reads(planned)}
-        if not missing:
+        looked_at = -1
+
+        def new() -> dict[str, TrainConfig]:
+            nonlocal looked_at
+            rows = len(self.studies[0].ledger.runs)
+            if rows == looked_at:
+                return {}
+            looked_at = rows
+            begun: dict[str, TrainConfig] = {}
+            for study in self.studies:
+                begun |= self._begin(study, wanted(study), is_timed)
+            return begun
+
+        configs = new()
+        if not configs:
             return
-        configs = {name: self._here(planned.config) for name, planned in missing.items()}
-
-        def record_and_listen(jobs: list[Job]) -> None:
-            for job in jobs:
-                if job.status in ("finished", "diverged") and job.name not in self.failed:
-                    self._record_once(missing[job.name], job.folder)
-            self.listen(jobs)
-
+        guess = TIMED_GUESS_GIB if is_timed and self.studies[0].scale == "small" else GUESS_GIB.get(self.studies[0].scale)
         done = run_study(
-            configs,
-            self.folder,
-            jobs=1 if alone else self.jobs,
-            until=self.until,
-            listen=record_and_listen,
-            guess_gib=self._guess_gib(list(missing.values())),
-            environment=environment,
-            lasts=lambda name: self._seconds(missing[name]),
-        )
-        self.failed |= {job.name: job.failure or "see its log.txt" for job in done if job.status == "failed"}
+            configs, self.folder, jobs=1 if alone else self.jobs, until=self.until, listen=self._record_and_listen,
+            guess_gib=guess, environment=environment, lasts=self._seconds, more=new,
+        )  # fmt: skip
+        for job in done:
+            study, planned = self.begun[job.name]
+            if job.status == "failed":
+                self.failed[study.claim.name][planned.name] = job.failure or f"see {LOG} in {job.folder}"
 
-    def check(self, runs: Sequence[Planned]) -> None:
+    def _begin(self, study: Study, runs: Sequence[Planned], is_timed: bool) -> dict[str, TrainConfig]:
+        """Of these runs, those that nobody has made or begun, by folder."""
+        configs: dict[str, TrainConfig] = {}
+        for planned in study.missing(runs):
+            digest = settings_hash(planned.config)
+            if planned.experiment.is_timed != is_timed or digest in self._hashes or not self._has_what_it_reads(study, planned):
+                continue
+            self._hashes.add(digest)
+            name = f"{study.claim.name}/{study.scale}/{planned.name}"
+            self.begun[name] = study, planned
+            configs[name] = self._here(planned.config)
+        return configs
+
+    def _record_and_listen(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            if job.status in ("finished", "diverged"):
+                self._record_once(*self.begun[job.name], job.folder)
+        self.listen(jobs)
+
+    def check(self, seeds: int) -> None:
         """Where nothing of what is to be trained can be read, that is an error of the caller's."""
-        if runs and not any(map(self._has_what_it_reads, runs)):
-            raise ValueError(next(iter(self.failed.values())))
+        runs = [(study, p) for study in self.studies for p in study.missing([*study.tuning(), *study.finals(seeds)])]
+        readable = [self._has_what_it_reads(study, planned) for study, planned in runs]
+        if runs and not any(readable):
+            raise ValueError(next(why for failed in self.failed.values() for why in failed.values()))
 
-    def _has_what_it_reads(self, planned: Planned) -> bool:
+    def _has_what_it_reads(self, study: Study, planned: Planned) -> bool:
         """Whether data and a pretrained model are there. What is not stops its experiment, and not the rest of the claim.
 
         Every task is read once here: what takes long (tokens, for instance) is then in the cache, and not done by all processes
@@ -138,19 +172,16 @@ class _Session:
                 open_task(config)
                 self._prepared.add(kind)
         except (FileNotFoundError, ValueError) as error:
-            self.failed[planned.experiment.name] = str(error)
+            self.failed[study.claim.name][planned.experiment.name] = str(error)
             return False
         return True
 
-    def _guess_gib(self, runs: Sequence[Planned]) -> float | None:
-        is_wide = self.study.scale == "small" and any(planned.experiment.is_timed for planned in runs)
-        return TIMED_GUESS_GIB if is_wide else GUESS_GIB.get(self.study.scale)
-
-    def _seconds(self, planned: Planned) -> float:
+    def _seconds(self, name: str) -> float:
         """How long a run should take, by the slowest of its experiment so far; 0 where nobody knows."""
-        mine = (run.row for run in self.study.ledger.runs.values() if run.device == self.study.device)
+        study, planned = self.begun[name]
+        mine = (run.row for run in study.ledger.runs.values() if run.device == study.device)
         paces = [row["seconds"] / row["steps"] for row in mine if row["experiment"] == planned.experiment.name and row["seconds"]
-                 and row["claim"] == self.study.claim.name and row["scale"] == self.study.scale]  # fmt: skip
+                 and row["claim"] == study.claim.name and row["scale"] == study.scale]  # fmt: skip
         return STARTING_SECONDS + max(paces) * planned.config.steps if paces else 0.0
 
     def _here(self, config: TrainConfig) -> TrainConfig:
@@ -166,31 +197,31 @@ class _Session:
                 )
         return replace(config, pretrained=pretrained, data_dir=None if self.data_dir is None else str(self.data_dir))
 
-    def _record_once(self, planned: Planned, folder: Path) -> None:
+    def _record_once(self, study: Study, planned: Planned, folder: Path) -> None:
         """Enter a run that has ended. One that cannot be entered must not end the others."""
-        if self.study.find(planned) is not None:
+        failed = self.failed[study.claim.name]
+        if planned.name in failed or study.find(planned) is not None:
             return
         try:
-            self._record(planned, folder)
+            self._record(study, planned, folder)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self.failed[planned.name] = f"it ended, but could not be recorded ({type(error).__name__}: {error}); see {folder}"
+            failed[planned.name] = f"it ended, but could not be recorded ({type(error).__name__}: {error}); see {folder}"
 
-    def _record(self, planned: Planned, folder: Path) -> None:
+    def _record(self, study: Study, planned: Planned, folder: Path) -> None:
         record = RunRecord(folder)
         facts = {
-            "claim": self.study.claim.name,
-            "scale": self.study.scale,
+            "claim": study.claim.name,
+            "scale": study.scale,
             "experiment": planned.experiment.name,
             "contender": planned.contender.label,
             "role": "tuning" if planned.is_tuning else "final",
         }
         row = make_row(record, planned.config, facts)
         flops = training_flops(planned.config, row["switched_at"])
-        self.study.ledger.add(self.study.claim.name, {**row, "flops": {"dense": flops.dense, "sparse": flops.sparse}})
+        study.ledger.add(study.claim.name, {**row, "flops": {"dense": flops.dense, "sparse": flops.sparse}})
 
-    def progress(self, seeds: int) -> Progress:
+    def progress(self, study: Study, seeds: int) -> Progress:
         """What is missing: trials, and final runs; those whose rate is not known yet by contender and seed."""
-        study = self.study
         trials = [planned.name for planned in study.missing(study.tuning())]
         finals = [planned.name for planned in study.missing(study.finals(seeds))]
-        return Progress([*trials, *finals, *study.unknown(seeds)], self.failed)
+        return Progress([*trials, *finals, *study.unknown(seeds)], self.failed[study.claim.name])

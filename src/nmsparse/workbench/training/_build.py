@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import platform
 import resource
 import time
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -75,9 +77,14 @@ def open_task(config: TrainConfig) -> Task:
     info = next((info for info in tasks() if info.name == config.task.partition(":")[0]), None)
     folder = Path(config.pretrained) if config.pretrained is not None and info and info.kind == "sentences" else None
     has_words = folder is not None and any((folder / name).exists() for name in ("tokenizer.json", "vocab.txt"))
-    return load_task(
-        config.task, config.data_dir, length=config.length, limit=config.limit, vocabulary=folder if has_words else None
-    )
+    data_dir = config.data_dir or os.environ.get("NMSPARSE_DATA")
+    return _task(config.task, data_dir, config.length, config.limit, str(folder) if has_words else None)
+
+
+@lru_cache(maxsize=2)
+def _task(name: str, data_dir: str | None, length: int | None, limit: int | None, vocabulary: str | None) -> Task:
+    """Kept: a process that trains run after run reads the same data again and again."""
+    return load_task(name, data_dir, length=length, limit=limit, vocabulary=vocabulary)
 
 
 def model_name(config: TrainConfig, task: Task) -> str:

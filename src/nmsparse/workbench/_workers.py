@@ -1,0 +1,83 @@
+"""Processes that train one run after another: what takes seconds (torch, the GPU, data) is taken once and not for every run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+LOG = "log.txt"
+"""In a run's folder: what its process wrote while it trained."""
+STOP_SECONDS = 10
+
+
+class Worker:
+    """A process that is given folders of runs, one at a time, and answers each with a line. One that fails ends with its run."""
+
+    def __init__(self, environment: Mapping[str, str], folder: Path) -> None:
+        """Start with a first run; what goes wrong before it begins is in its log too."""
+        with (folder / LOG).open("ab") as log:
+            command = [sys.executable, "-m", "nmsparse.workbench.training"]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=dict(environment)
+            )
+        assert self._process.stdout is not None, "opened as a pipe"
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self._folder: Path | None = None
+        self.give(folder)
+
+    def give(self, folder: Path) -> None:
+        """Train in this folder."""
+        assert self._process.stdin is not None, "opened as a pipe"
+        self._folder = folder
+        (folder / LOG).write_bytes(b"")
+        with suppress(BrokenPipeError):  # it has ended: seen by whoever asks next
+            self._process.stdin.write(f"{folder.absolute()}\n".encode())
+            self._process.stdin.flush()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def works_on(self, folder: Path) -> bool:
+        """Whether it trains there now."""
+        self._hear()
+        return self._folder == folder and self.is_alive
+
+    @property
+    def is_idle(self) -> bool:
+        self._hear()
+        return self._folder is None and self.is_alive
+
+    def _hear(self) -> None:
+        """An answer means that the run has ended."""
+        assert self._process.stdout is not None, "opened as a pipe"
+        if self._folder is not None and not self._process.stdout.closed and self._process.stdout.read():
+            self._folder = None
+
+    def dismiss(self) -> None:
+        """Let it end by itself."""
+        assert self._process.stdin is not None, "opened as a pipe"
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def wait(self) -> None:
+        """Until it is gone; one that does not go by itself is killed."""
+        assert self._process.stdout is not None, "opened as a pipe"
+        self.dismiss()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
