@@ -284,6 +284,7 @@ class Session:
             self.accelerator.log(named, step=self.step)
 
     @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")  # compiling for validation too takes longer than all of it
     def _validate(self) -> dict[str, float]:
         """Metrics of the weights that would be shipped: in evaluation mode, layers obey their final pattern."""
         self.model.eval()
