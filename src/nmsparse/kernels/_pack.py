@@ -31,7 +31,8 @@ def _two_of(a, b, c):
 
 @triton.jit
 def _magnitude(x):
-    """Orders magnitudes: NaN above everything, as functional's magnitude_key does. (A shift runs where a mask would not fit.)"""
+    """Orders magnitudes, NaN above everything, as functional's magnitude_key does. A shift and not a mask: comparisons and masks
+    share one pipe of the GPU, which is what limits these kernels, and a shift runs on the multipliers."""
     return x.to(tl.uint32, bitcast=True) << 1
 
 
@@ -41,7 +42,7 @@ def _largest(x0, x1, x2, x3):
     keep the lower position.
 
     Either one pair has both (``low``, ``high``), or each pair its larger one. Four comparisons instead of the six of all
-    entries, and none lives on in the code: a thread has seven predicates, and spilling them would cost more than comparing.
+    entries, and the code outlives them: a thread has seven predicates, and spilling them would cost more than comparing.
     """
     k0, k1, k2, k3 = _magnitude(x0), _magnitude(x1), _magnitude(x2), _magnitude(x3)
     low = tl.minimum(k0, k1) >= tl.maximum(k2, k3)
@@ -156,12 +157,13 @@ def _project_row(
 
 @triton.jit
 def _weight_pass(
-    x_ptr, mask_ptr, scale, m_ptr, k_ptr, row, column, columns, left, m_words, k_words, m_shift, k_shift,
+    x_ptr, mask_ptr, scale, m_ptr, k_ptr, row, column, columns, left, m_shift, k_shift,
     SOFT: tl.constexpr, HAS_MASK: tl.constexpr, COLUMNS_FIRST: tl.constexpr, EMIT_M: tl.constexpr, EMIT_K: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Prune and store four rows; returns the metadata with their nibbles."""
+    """Prune and store four rows; returns what they add to the metadata of their half."""
     GROUPS: tl.constexpr = COLUMNS // 4
+    m_words, k_words = tl.full((COLUMNS,), 0, tl.int32), tl.full((GROUPS,), 0, tl.int32)
     x0 = _load(x_ptr, mask_ptr, row, column, columns, left, HAS_MASK, COLUMNS)
     x1 = _load(x_ptr, mask_ptr, row + 1, column, columns, left, HAS_MASK, COLUMNS)
     x2 = _load(x_ptr, mask_ptr, row + 2, column, columns, left, HAS_MASK, COLUMNS)
@@ -170,7 +172,7 @@ def _weight_pass(
         x0, x1, x2, x3, first, second, nibbles = _project(x0, x1, x2, x3, scale, SOFT)
         if EMIT_M:
             store_column_values(first, second, m_ptr, row, column, columns, left, COLUMNS)
-            m_words += nibbles << m_shift
+            m_words = nibbles << m_shift
     if COLUMNS_FIRST or EMIT_K:
         S: tl.constexpr = SOFT and COLUMNS_FIRST
         x0, k_words = _project_row(x0, scale, k_ptr, row, column, columns, left, k_words, k_shift, S, EMIT_K, GROUPS)
@@ -180,7 +182,7 @@ def _weight_pass(
     if COLUMNS_FIRST and EMIT_M:
         _, _, _, _, first, second, nibbles = _project(x0, x1, x2, x3, scale, False)
         store_column_values(first, second, m_ptr, row, column, columns, left, COLUMNS)
-        m_words += nibbles << m_shift
+        m_words = nibbles << m_shift
     return m_words, k_words
 
 
@@ -200,16 +202,14 @@ def _weight_kernel(
     m_words0, m_words1 = tl.full((COLUMNS,), 0, tl.int32), tl.full((COLUMNS,), 0, tl.int32)
     for h in tl.range(2):
         k_words0, k_words1 = tl.full((COLUMNS // 4,), 0, tl.int32), tl.full((COLUMNS // 4,), 0, tl.int32)
-        for j in tl.range(2):
-            r, m_shift = row + 16 * h + 4 * j, 16 * j + 8 * h
-            m_words0, k_words0 = _weight_pass(
-                x_ptr, mask_ptr, scale, m_ptr, k_ptr, r, column, columns, left, m_words0, k_words0, m_shift, 16 * j,
+        for p in tl.range(4):
+            j, q = p // 2, p % 2
+            m_word, k_word = _weight_pass(
+                x_ptr, mask_ptr, scale, m_ptr, k_ptr, row + 16 * h + 8 * q + 4 * j, column, columns, left, 16 * j + 8 * h, 16 * j,
                 SOFT, HAS_MASK, COLUMNS_FIRST, EMIT_M, EMIT_K, COLUMNS,
             )  # fmt: skip
-            m_words1, k_words1 = _weight_pass(
-                x_ptr, mask_ptr, scale, m_ptr, k_ptr, r + 8, column, columns, left, m_words1, k_words1, m_shift, 16 * j,
-                SOFT, HAS_MASK, COLUMNS_FIRST, EMIT_M, EMIT_K, COLUMNS,
-            )  # fmt: skip
+            m_words0, m_words1 = m_words0 | (m_word & (q - 1)), m_words1 | (m_word & -q)
+            k_words0, k_words1 = k_words0 | (k_word & (q - 1)), k_words1 | (k_word & -q)
         if EMIT_K:
             meta = metadata_of(k_ptr, rows, columns, tl.uint8)
             _store_row_words(k_words0, k_words1, meta, row + 16 * h, column, columns, left, COLUMNS // 4)
@@ -233,10 +233,11 @@ def _emit_token(x, k_ptr, sums_ptr, row, column, padded_rows, columns, left, wor
 @triton.jit
 def _gradient_pass(
     x_ptr, stream, counter, of_column, m_ptr, k_ptr, sums_ptr, row, column, rows, padded_rows, columns, left,
-    m_words, k_words, m_shift, k_shift,
+    m_shift, k_shift,
     EMIT_M: tl.constexpr, EMIT_K: tl.constexpr, ALL_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Prune and store four tokens, which are zeros past the last; returns the metadata with their nibbles."""
+    """Prune and store four tokens, which are zeros past the last; returns what they add to the metadata of their half."""
+    m_words, k_words = tl.full((COLUMNS,), 0, tl.int32), tl.full((COLUMNS // 4,), 0, tl.int32)
     c = tl.arange(0, COLUMNS)
     address = x_ptr + row * columns + column + c
     x0 = tl.load(address, (c < left) & (ALL_ROWS or row < rows), other=0.0).to(tl.float32)
@@ -244,7 +245,7 @@ def _gradient_pass(
     x2 = tl.load(address + 2 * columns, (c < left) & (ALL_ROWS or row + 2 < rows), other=0.0).to(tl.float32)
     x3 = tl.load(address + 3 * columns, (c < left) & (ALL_ROWS or row + 3 < rows), other=0.0).to(tl.float32)
     if EMIT_M:
-        m_words += pack_sample(x0, x1, x2, x3, stream, counter, of_column, m_ptr, row, column, columns, left, COLUMNS) << m_shift
+        m_words = pack_sample(x0, x1, x2, x3, stream, counter, of_column, m_ptr, row, column, columns, left, COLUMNS) << m_shift
     if EMIT_K:
         k_words = _emit_token(x0, k_ptr, sums_ptr, row, column, padded_rows, columns, left, k_words, k_shift, COLUMNS)
         k_words = _emit_token(x1, k_ptr, sums_ptr, row + 1, column, padded_rows, columns, left, k_words, k_shift + 4, COLUMNS)
@@ -271,16 +272,14 @@ def _gradient_kernel(
         stream, counter, of_column = column_numbers(column, stream_ptr, counter_ptr, COLUMNS)
     for h in tl.range(2):
         k_words0, k_words1 = tl.full((COLUMNS // 4,), 0, tl.int32), tl.full((COLUMNS // 4,), 0, tl.int32)
-        for j in tl.range(2):
-            r, m_shift = row + 16 * h + 4 * j, 16 * j + 8 * h
-            m_words0, k_words0 = _gradient_pass(
-                x_ptr, stream, counter, of_column, m_ptr, k_ptr, sums_ptr, r, column, rows, padded_rows, columns, left,
-                m_words0, k_words0, m_shift, 16 * j, EMIT_M, EMIT_K, ALL_ROWS, COLUMNS,
+        for p in tl.range(4):
+            j, q = p // 2, p % 2
+            m_word, k_word = _gradient_pass(
+                x_ptr, stream, counter, of_column, m_ptr, k_ptr, sums_ptr, row + 16 * h + 8 * q + 4 * j, column,
+                rows, padded_rows, columns, left, 16 * j + 8 * h, 16 * j, EMIT_M, EMIT_K, ALL_ROWS, COLUMNS,
             )  # fmt: skip
-            m_words1, k_words1 = _gradient_pass(
-                x_ptr, stream, counter, of_column, m_ptr, k_ptr, sums_ptr, r + 8, column, rows, padded_rows, columns, left,
-                m_words1, k_words1, m_shift, 16 * j, EMIT_M, EMIT_K, ALL_ROWS, COLUMNS,
-            )  # fmt: skip
+            m_words0, m_words1 = m_words0 | (m_word & (q - 1)), m_words1 | (m_word & -q)
+            k_words0, k_words1 = k_words0 | (k_word & (q - 1)), k_words1 | (k_word & -q)
         if EMIT_K:
             meta = metadata_of(k_ptr, padded_rows, columns, tl.uint8)
             _store_row_words(k_words0, k_words1, meta, row + 16 * h, column, columns, left, COLUMNS // 4)
@@ -289,12 +288,11 @@ def _gradient_kernel(
         store_column_words(m_words0, m_words1, meta, row, column, padded_rows, left, COLUMNS)
 
 
-# Columns of a tile and warps of a program, the fastest of seven on an H200 (14336 x 4096 weight, 16384 x 14336 gradient):
-# all of these kernels are bound by instructions, and what fits in registers without spilling predicates wins
-M_MAJOR, K_MAJOR, BOTH_SOFT, BOTH_HARD = (256, 1), (128, 1), (256, 1), (256, 1)
+# Columns of a tile and warps of a program. All of these kernels are bound by instructions, so the widest tile wins whose groups
+# still fit in registers: eight columns of a thread share the work that a row costs
+M_MAJOR, K_MAJOR, BOTH_SOFT, BOTH_HARD = (256, 1), (256, 1), (256, 1), (256, 1)
 TOKENS, CHANNELS = (256, 1), (256, 1)
-# the M-major copy alone, of what a projection along columns left (the backward copy, packed late): 0.0911 ms for that weight in
-# fp32, where (64, 1) takes 0.0954 and (128, 1) 0.1165
+# the M-major copy alone, of what a projection along columns left (the backward copy, packed late)
 M_MAJOR_AFTER_COLUMNS = (256, 1)
 
 
@@ -351,7 +349,7 @@ def pack_gradient(
     a multiple of 64 by zeros, and the (2, tokens) sums of magnitudes before and after the second pruning.
     """
     if along_tokens and along_channels and tile is None:
-        # from one read, registers run out: 0.59 ms for 16384 x 14336 on an H200, where one kernel after the other takes 0.50
+        # one kernel after the other: from one read, registers run out
         sampled, _, _ = pack_gradient(grad, stream, counter, along_tokens=True, along_channels=False)
         return sampled, *pack_gradient(grad, None, None, along_tokens=False, along_channels=True)[1:]
     tokens, channels = grad.shape
