@@ -25,11 +25,6 @@ from nmsparse.kernels._tile import (
 
 
 @triton.jit
-def _two_of(a, b, c):
-    return (a & b) | (a & c) | (b & c)
-
-
-@triton.jit
 def _magnitude(x):
     """Orders magnitudes, NaN above everything, as functional's magnitude_key does. A shift and not a mask: comparisons and masks
     share one pipe of the GPU, which is what limits these kernels, and a shift runs on the multipliers."""
@@ -79,10 +74,12 @@ def _project(x0, x1, x2, x3, scale, SOFT: tl.constexpr):
         p1, k1 = _shrink(x1, t, scale)
         p2, k2 = _shrink(x2, t, scale)
         p3, k3 = _shrink(x3, t, scale)
-        k0 = k0 | ~_two_of(k1, k2, k3)  # fewer than two survive: position 0, or 0 and 1, with a zero
-        first = tl.where(k0, p0, tl.where(k1, p1, p2)) + 0.0
-        second = tl.where(k3, p3, tl.where(k2, p2, p1)) + 0.0
-        nibble = tl.where(k0, 0, tl.where(k1, 1, 2)) + tl.where(k3, 12, tl.where(k2, 8, 4))
+        # the nibble of each set of survivors, from a table: fewer than two are filled up by position 0, or 0 and 1, with a zero.
+        # Values chosen by the nibble and not by the flags need no predicate for long
+        place = tl.where(k0, 4, 0) + tl.where(k1, 8, 0) + tl.where(k2, 16, 0)
+        nibble = (tl.where(k3, -842084916, -1987558332) >> place) & 15  # 0xCDCECDCC, 0x89884444
+        first = tl.where((nibble & 3) == 0, p0, tl.where((nibble & 1) != 0, p1, p2)) + 0.0
+        second = tl.where((nibble & 12) == 12, p3, tl.where((nibble & 8) != 0, p2, p1)) + 0.0
     else:
         first, second, code = _largest(x0, x1, x2, x3)
         p0, p1 = tl.where((code & 0x10) != 0, x0, 0.0), tl.where((code & 0x20) != 0, x1, 0.0)
