@@ -26,7 +26,6 @@ from nmsparse.kernels._tile import (
     KINDS,
     TILE_ROWS,
     column_numbers,
-    entry_rows,
     metadata_of,
     on_device,
     pack_sample,
@@ -34,10 +33,8 @@ from nmsparse.kernels._tile import (
     tile_grid,
 )
 
-PLAIN_TILE, GATED_TILE = (64, 2), (128, 4)
-"""Columns of a tile and warps of a program, the fastest on an H200 at 16384 x 14336. Gated, without and with H: 0.989 and
-1.177 ms, where (64, 2) takes 1.038 and 1.233, (64, 1) 1.081 and 1.195. Plain: 0.584 (gelu_tanh), 0.714 (gelu) and 0.537
-(relu_squared)."""
+PLAIN_TILE, GATED_TILE = (128, 1), (128, 1)
+"""Columns of a tile and warps of a program: four columns of a thread, which fit in registers without spilling."""
 
 
 @triton.jit
@@ -69,15 +66,13 @@ def _rounded(x, ptr, offset, inside):
 
 @triton.jit
 def _backward(
-    grad_ptr, a_ptr, b_ptr, a_grad_ptr, b_grad_ptr, hidden_ptr, row, j, i: tl.constexpr, column, rows, columns, left,
+    grad_ptr, a_ptr, b_ptr, a_grad_ptr, b_grad_ptr, hidden_ptr, row, column, rows, columns, left,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, EMIT_HIDDEN: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Entry i of the row groups of pass j: read, differentiate, store; returns the stored gradients of A and B, zero past the
-    last row."""
-    c = tl.arange(0, COLUMNS)[None, :]
-    r = row + entry_rows(j, i)[:, None]
-    inside = (c < left) & (r < rows)
-    offset = r * columns + column + c
+    """One row: read, differentiate, store; returns the stored gradients of A and B, zero past the last row."""
+    c = tl.arange(0, COLUMNS)
+    inside = (c < left) & (row < rows)
+    offset = row * columns + column + c
     grad = tl.load(grad_ptr + offset, inside, other=0.0).to(tl.float32)
     value, slope = _activate(tl.load(a_ptr + offset, inside, other=0.0).to(tl.float32), ACTIVATION)
     b_grad = grad * value
@@ -92,6 +87,36 @@ def _backward(
 
 
 @triton.jit
+def _pass(
+    grad_ptr, a_ptr, b_ptr, a_key, a_count, a_numbers, b_key, b_count, b_numbers, a_grad_ptr, b_grad_ptr, a_packed, b_packed,
+    hidden_ptr, row, column, rows, columns, left,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, EMIT_HIDDEN: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Four rows; returns the nibbles of both gradients."""
+    a0, b0 = _backward(
+        grad_ptr, a_ptr, b_ptr, a_grad_ptr, b_grad_ptr, hidden_ptr, row, column, rows, columns, left,
+        ACTIVATION, GATED, EMIT_HIDDEN, COLUMNS,
+    )  # fmt: skip
+    a1, b1 = _backward(
+        grad_ptr, a_ptr, b_ptr, a_grad_ptr, b_grad_ptr, hidden_ptr, row + 1, column, rows, columns, left,
+        ACTIVATION, GATED, EMIT_HIDDEN, COLUMNS,
+    )  # fmt: skip
+    a2, b2 = _backward(
+        grad_ptr, a_ptr, b_ptr, a_grad_ptr, b_grad_ptr, hidden_ptr, row + 2, column, rows, columns, left,
+        ACTIVATION, GATED, EMIT_HIDDEN, COLUMNS,
+    )  # fmt: skip
+    a3, b3 = _backward(
+        grad_ptr, a_ptr, b_ptr, a_grad_ptr, b_grad_ptr, hidden_ptr, row + 3, column, rows, columns, left,
+        ACTIVATION, GATED, EMIT_HIDDEN, COLUMNS,
+    )  # fmt: skip
+    a_nibbles = pack_sample(a0, a1, a2, a3, a_key, a_count, a_numbers, a_packed, row, column, columns, left, COLUMNS)
+    b_nibbles = a_nibbles
+    if GATED:
+        b_nibbles = pack_sample(b0, b1, b2, b3, b_key, b_count, b_numbers, b_packed, row, column, columns, left, COLUMNS)
+    return a_nibbles, b_nibbles
+
+
+@triton.jit
 def _activation_kernel(
     grad_ptr, a_ptr, b_ptr, a_stream, a_counter, b_stream, b_counter,
     a_grad_ptr, b_grad_ptr, a_packed, b_packed, hidden_ptr, rows, padded_rows, columns,
@@ -103,31 +128,23 @@ def _activation_kernel(
     left = columns - column
     a_key, a_count, a_numbers = column_numbers(column, a_stream, a_counter, COLUMNS)
     b_key, b_count, b_numbers = column_numbers(column, b_stream, b_counter, COLUMNS)
-    a_words, b_words = tl.full((2, COLUMNS), 0, tl.int32), tl.full((2, COLUMNS), 0, tl.int32)
-    for j in tl.range(2):
-        a0, b0 = _backward(
-            grad_ptr, a_ptr, b_ptr, a_grad_ptr, b_grad_ptr, hidden_ptr, row, j, 0, column, rows, columns, left,
+    a_words0, a_words1 = tl.full((COLUMNS,), 0, tl.int32), tl.full((COLUMNS,), 0, tl.int32)
+    b_words0, b_words1 = tl.full((COLUMNS,), 0, tl.int32), tl.full((COLUMNS,), 0, tl.int32)
+    for p in tl.range(8):
+        h, j, q = p // 4, p // 2 % 2, p % 2
+        a_nibbles, b_nibbles = _pass(
+            grad_ptr, a_ptr, b_ptr, a_key, a_count, a_numbers, b_key, b_count, b_numbers, a_grad_ptr, b_grad_ptr,
+            a_packed, b_packed, hidden_ptr, row + 16 * h + 8 * q + 4 * j, column, rows, columns, left,
             ACTIVATION, GATED, EMIT_HIDDEN, COLUMNS,
         )  # fmt: skip
-        a1, b1 = _backward(
-            grad_ptr, a_ptr, b_ptr, a_grad_ptr, b_grad_ptr, hidden_ptr, row, j, 1, column, rows, columns, left,
-            ACTIVATION, GATED, EMIT_HIDDEN, COLUMNS,
-        )  # fmt: skip
-        a2, b2 = _backward(
-            grad_ptr, a_ptr, b_ptr, a_grad_ptr, b_grad_ptr, hidden_ptr, row, j, 2, column, rows, columns, left,
-            ACTIVATION, GATED, EMIT_HIDDEN, COLUMNS,
-        )  # fmt: skip
-        a3, b3 = _backward(
-            grad_ptr, a_ptr, b_ptr, a_grad_ptr, b_grad_ptr, hidden_ptr, row, j, 3, column, rows, columns, left,
-            ACTIVATION, GATED, EMIT_HIDDEN, COLUMNS,
-        )  # fmt: skip
-        a_words += pack_sample(a0, a1, a2, a3, a_key, a_count, a_numbers, a_packed, row, j, column, columns, left, COLUMNS)
-        if GATED:
-            b_words += pack_sample(b0, b1, b2, b3, b_key, b_count, b_numbers, b_packed, row, j, column, columns, left, COLUMNS)
-    store_column_words(a_words, metadata_of(a_packed, padded_rows, columns, tl.int32), row, column, padded_rows, left, COLUMNS)
+        a_word, b_word = a_nibbles << (16 * j + 8 * h), b_nibbles << (16 * j + 8 * h)
+        a_words0, a_words1 = a_words0 | (a_word & (q - 1)), a_words1 | (a_word & -q)
+        b_words0, b_words1 = b_words0 | (b_word & (q - 1)), b_words1 | (b_word & -q)
+    meta = metadata_of(a_packed, padded_rows, columns, tl.int32)
+    store_column_words(a_words0, a_words1, meta, row, column, padded_rows, left, COLUMNS)
     if GATED:
         meta = metadata_of(b_packed, padded_rows, columns, tl.int32)
-        store_column_words(b_words, meta, row, column, padded_rows, left, COLUMNS)
+        store_column_words(b_words0, b_words1, meta, row, column, padded_rows, left, COLUMNS)
 
 
 def activation_backward(

@@ -1,11 +1,12 @@
 """What the pack kernels share: how a tile lies in memory, how its metadata is stored, and how two of four are drawn.
 
-A program owns 32 rows x COLUMNS columns of the stored matrix, in two passes of 16 rows, and one warp owns whole rows, so that
-whatever shares a metadata word meets in one thread or in neighbours. In pass j, entry i (0..3) of the four row groups a = 0..3 is
+A program owns 32 rows x COLUMNS columns of the stored matrix and takes four rows at a time; a thread owns four or eight
+neighbouring columns in all of them. So both kinds of groups of four lie in one thread, few of them at a time, and threads meet
+once, to store metadata. The pass (h, q, j) holds
 
-    row = 16 * (a // 2) + 8 * (a % 2) + 4 * j + i          group along rows g = 4 * (a // 2) + 2 * (a % 2) + j
+    rows 16 * h + 8 * q + 4 * j + i (i = 0..3)          group along rows g = 4 * h + 2 * q + j
 
-so the rows r and r + 8, whose nibbles share a byte of the K-major metadata, come in the same pass.
+and each half q has words of metadata of its own, so that where a nibble belongs in them is the same for a whole pass.
 """
 
 from __future__ import annotations
@@ -24,13 +25,6 @@ KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
-def entry_rows(j, i: tl.constexpr):
-    """Rows of the tile that hold entry i of the four row groups of pass j."""
-    a = tl.arange(0, 4)
-    return 16 * (a // 2) + 8 * (a % 2) + 4 * j + i
-
-
-@triton.jit
 def metadata_of(packed_ptr, rows, columns, KIND: tl.constexpr):
     """Where the metadata of a packed operand begins: behind half as many values as it has entries."""
     return (packed_ptr + rows.to(tl.int64) * columns // 2).to(tl.pointer_type(KIND))
@@ -43,32 +37,26 @@ def with_sign(magnitude, x):
 
 
 @triton.jit
-def column_words(nibbles, j, COLUMNS: tl.constexpr):
-    """What pass j adds to the metadata of an M-major tile: (4, COLUMNS) nibbles to (2, COLUMNS) half words.
+def store_column_words(words0, words1, meta_ptr, row, column, k, left, COLUMNS: tl.constexpr):
+    """M-major metadata of a tile: for each column the half words of q = 0 and 1, with the nibble of pass (h, q, j) in byte
+    2j + h. (The bytes of a whole word are the groups 0 4 1 5 2 6 3 7.)
 
-    The bytes of a word are the groups 0 4 1 5 2 6 3 7, so group 4h + 2q + j of this pass is byte 2j + h of half q.
+    Logical rows r and r + 8 (columns here) share a word: low and high nibbles.
     """
-    h = tl.arange(0, 2)[:, None, None]
-    return tl.sum(tl.reshape(nibbles, (2, 2, COLUMNS)) << (8 * h), 0) << (16 * j)
-
-
-@triton.jit
-def store_column_words(words, meta_ptr, row, column, k, left, COLUMNS: tl.constexpr):
-    """Logical rows r and r + 8 (columns here) share a word: low and high nibbles."""
-    pairs = tl.reshape(words, (2, COLUMNS // 16, 2, 8))
-    both = tl.sum(pairs << (4 * tl.arange(0, 2))[None, None, :, None], 2)
-    half = tl.arange(0, 2)[:, None, None]
-    r = tl.arange(0, COLUMNS // 16)[None, :, None] * 16 + tl.arange(0, 8)[None, None, :]
+    pairs = tl.reshape(tl.join(words0, words1), (COLUMNS // 16, 2, 8, 2))
+    both = tl.sum(pairs << (4 * tl.arange(0, 2))[None, :, None, None], 1)
+    half = tl.arange(0, 2)[None, None, :]
+    r = tl.arange(0, COLUMNS // 16)[:, None, None] * 16 + tl.arange(0, 8)[None, :, None]
     logical = column + r
     word = (logical // 64).to(tl.int64) * k + row + logical % 64 // 16 * 8 + logical % 8  # of 8 bytes
     tl.store(meta_ptr + 2 * word + half, both, (r < left) & (half >= 0))
 
 
 @triton.jit
-def store_column_values(first, second, out_ptr, row, j, column, columns, left, COLUMNS: tl.constexpr):
-    """Two values of each group of four rows, M-major: rows 2g and 2g + 1."""
-    c = tl.arange(0, COLUMNS)[None, :]
-    address = out_ptr + (row + entry_rows(j, 0)[:, None]) // 2 * columns + column + c
+def store_column_values(first, second, out_ptr, row, column, columns, left, COLUMNS: tl.constexpr):
+    """Two values of each group of the four rows from ``row``, M-major: rows 2g and 2g + 1."""
+    c = tl.arange(0, COLUMNS)
+    address = out_ptr + row // 2 * columns + column + c
     tl.store(address, first.to(out_ptr.dtype.element_ty), c < left)
     tl.store(address + columns, second.to(out_ptr.dtype.element_ty), c < left)
 
@@ -130,20 +118,18 @@ def column_numbers(column, stream_ptr, counter_ptr, COLUMNS: tl.constexpr):
     """The key of a gradient's random numbers, and the half of them that belongs to its columns."""
     stream = tl.load(stream_ptr).to(tl.uint32, bitcast=True)
     counter = tl.load(counter_ptr).to(tl.uint32, bitcast=True)
-    of_column = _bits((column + tl.arange(0, COLUMNS)).to(tl.uint32), stream ^ 0xFFFFFFFF, counter)[None, :]
+    of_column = _bits((column + tl.arange(0, COLUMNS)).to(tl.uint32), stream ^ 0xFFFFFFFF, counter)
     return stream, counter, of_column
 
 
 @triton.jit
-def pack_sample(
-    x0, x1, x2, x3, stream, counter, of_column, m_ptr, row, j, column, columns, left, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """Draw two of four rows, store them M-major, and return what pass j adds to the metadata."""
-    of_row = _bits(((row + entry_rows(j, 0)) // 4).to(tl.uint32), stream, counter)[:, None]
+def pack_sample(x0, x1, x2, x3, stream, counter, of_column, m_ptr, row, column, columns, left, COLUMNS: tl.constexpr):
+    """Draw two of the four rows from ``row``, store them M-major, and return the nibbles."""
+    of_row = _bits((row // 4).to(tl.uint32), stream, counter)
     u1 = ((_mix_pair(of_row ^ of_column) >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
     first, second, nibbles = _sample(x0, x1, x2, x3, u1)
-    store_column_values(first, second, m_ptr, row, j, column, columns, left, COLUMNS)
-    return column_words(nibbles, j, COLUMNS)
+    store_column_values(first, second, m_ptr, row, column, columns, left, COLUMNS)
+    return nibbles
 
 
 def tile_grid(columns: int, rows: int) -> tuple[tuple[int, int], int]:
