@@ -51,7 +51,7 @@ def compiled_for_hopper(monkeypatch: pytest.MonkeyPatch, module: ModuleType, nam
     monkeypatch.setattr(module, name, Launch())
     call()
     ((args, constants),) = launches
-    options = {"num_warps": constants.pop("num_warps")}
+    options = {name: constants.pop(name) for name in set(constants) - set(kernel.arg_names)}
     types = [*map(mangle_type, args), *["constexpr"] * len(constants)]
     signature = dict(zip(kernel.arg_names, types, strict=True))
     places = {(kernel.arg_names.index(argument),): value for argument, value in constants.items()}

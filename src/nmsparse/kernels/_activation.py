@@ -23,6 +23,7 @@ from torch import Tensor
 
 from nmsparse.kernels._layout import packed_size, padded
 from nmsparse.kernels._tile import (
+    EXACT,
     KINDS,
     TILE_ROWS,
     column_numbers,
@@ -175,6 +176,6 @@ def activation_backward(
             grad, inner, inner if factor is None else factor, *keys[:2], *keys[-2:],
             grads[0], grads[-1], packed[0], packed[-1], grads[0] if hidden is None else hidden, tokens, rows, channels,
             ACTIVATION=activation, GATED=factor is not None, EMIT_HIDDEN=want_hidden, COLUMNS=wide, ROW_AXIS=row_axis,
-            num_warps=warps,
+            num_warps=warps, **EXACT,
         )  # fmt: skip
     return grads, packed, hidden

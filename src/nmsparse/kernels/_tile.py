@@ -21,6 +21,9 @@ from torch import Tensor
 TILE_ROWS = 32
 SECOND_AXIS = 65535
 """Blocks that a grid can have along its second axis."""
+EXACT = {"enable_fp_fusion": False}
+"""For kernels that sample: a product and a difference in one rounding would put a point of one group in a million on the other
+side of an entry than the reference does."""
 KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 

@@ -24,7 +24,7 @@ GUESS_GIB: dict[str, float] = {"toy": 2, "cpu": 2, "small": 6}
 TIMED_GUESS_GIB = 12.0
 """The same for timed experiments, whose models are wide."""
 STARTING_SECONDS = 15
-"""What a process takes beside training."""
+"""What a run takes beside training, in a process that has just begun."""
 
 
 @dataclass(frozen=True)
@@ -179,10 +179,14 @@ class _Session:
     def _seconds(self, name: str) -> float:
         """How long a run should take, by the slowest of its experiment so far; 0 where nobody knows."""
         study, planned = self.begun[name]
-        mine = (run.row for run in study.ledger.runs.values() if run.device == study.device)
-        paces = [row["seconds"] / row["steps"] for row in mine if row["experiment"] == planned.experiment.name and row["seconds"]
-                 and row["claim"] == study.claim.name and row["scale"] == study.scale]  # fmt: skip
-        return STARTING_SECONDS + max(paces) * planned.config.steps if paces else 0.0
+        facts = {"claim": study.claim.name, "scale": study.scale, "experiment": planned.experiment.name}
+        rows = [run.row for run in study.ledger.runs.values() if run.device == study.device and facts.items() <= run.row.items()]
+        rows = [row for row in rows if row["seconds"] and row["step_ms"]]
+        if not rows:
+            return 0.0
+        pace = max(row["step_ms"] for row in rows) / 1e3
+        compiling = max(row["seconds"] - row["steps"] * row["step_ms"] / 1e3 for row in rows)  # once, however long the run
+        return STARTING_SECONDS + max(0.0, compiling) + pace * planned.config.steps
 
     def _here(self, config: TrainConfig) -> TrainConfig:
         """The configuration with the paths of this machine."""

@@ -124,6 +124,8 @@ class Session:
         torch.manual_seed(config.seed)  # recipes with one seed start from the same weights
         bare, targets, exclude = make_model(config, self.task)
         bare.to(self.accelerator.device)  # masks and scales of a large model take a CPU many seconds
+        if self.task.facts.kind == "images" and self.accelerator.device.type == "cuda":
+            bare.to(memory_format=torch.channels_last)  # pyrefly: ignore  # the layout that tensor cores want of convolutions
         self.run = nm.sparsify_(bare, config.make_recipe(), targets, exclude, emulate=config.emulate, seed=config.seed)
         optimizer = make_optimizer(config, bare, self.accelerator.device)
         if config.compile:

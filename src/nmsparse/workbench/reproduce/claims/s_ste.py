@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from nmsparse.workbench.reproduce._claim import Advice, Chart, Claim, Contender, Experiment, Setup, Statement
-from nmsparse.workbench.reproduce.claims._setups import ATTENTION, FULL, SMALL, TOY_GPT, toy
+from nmsparse.workbench.reproduce.claims._setups import ATTENTION, FULL, SMALL, TOY_GPT, TUNING_SHARE, toy
 
 GPT = {
     **SMALL, "task": "enwik8-bpe", "model": "gpt2", "width": 384, "layers": 6, "heads": 6, "length": 256, "batch": 16,
-    "steps": 800, "weight_decay": 0.1, "beta2": 0.95, "exclude": ATTENTION, "eval_batches": 20,
+    "steps": 500, "weight_decay": 0.1, "beta2": 0.95, "exclude": ATTENTION, "eval_batches": 20,
 }  # fmt: skip
+COMPILED = {"compile": True}
+"""On a GPU alone: pruning fuses with what is around it, 4.4 ms of an H200 per update of s-ste in place of 30."""
 GPT_CPU = {
     **GPT, "task": "enwik8", "width": 128, "layers": 3, "heads": 4, "length": 128, "batch": 32, "steps": 320,
 }  # fmt: skip
@@ -24,7 +26,7 @@ EXPERIMENT = Experiment(
     {
         "toy": toy({**TOY_GPT, "exclude": ATTENTION}),
         "cpu": Setup(GPT_CPU, (1e-3, 2e-3, 4e-3), size="0.6 M parameters and 1.3 M bytes; nats are per byte, not per token"),
-        "small": Setup(GPT, (6e-4, 1.2e-3, 2.4e-3), size="30 M parameters and 3.3 M tokens"),
+        "small": Setup({**GPT, **COMPILED}, (6e-4, 1.2e-3, 2.4e-3), TUNING_SHARE, size="30 M parameters and 2 M tokens"),
         "full": Setup(GPT2_124M, (1.5e-4, 3e-4, 6e-4), tuning_share=0.2, size="124 M parameters, 3,000 updates"),
     },
     (
