@@ -58,9 +58,9 @@ def test_imports_point_down() -> None:
     from pathlib import Path
 
     order = {"pattern": 0, "functional": 1, "recipes": 2, "kernels": 2, "nn": 3, "optim": 3, "_stats": 3}
-    order |= {"_update": 4, "_saved": 4, "_micro_batches": 4, "_wrappers": 5, "_tensor_cores": 5, "run": 6}
-    order |= {"plan": 7, "checkpoint": 7, "inference": 8, "__init__": 9}
-    order |= {"integrations": 10, "workbench": 11, "cli": 12, "__main__": 13}
+    order |= {"_update": 4, "_saved": 4, "_micro_batches": 4, "_wrappers": 5, "_tensor_cores": 5, "_step_clock": 6, "run": 7}
+    order |= {"plan": 8, "checkpoint": 8, "inference": 9, "__init__": 10}
+    order |= {"integrations": 11, "workbench": 12, "cli": 13, "__main__": 14}
     root = Path(nm.__file__).parent
     for file in root.rglob("*.py"):
         room = file.relative_to(root).parts[0].removesuffix(".py")

@@ -139,7 +139,7 @@ def test_several_optimizers_each_drive_their_own_layers() -> None:
         first.step()
         second.step()
         model.zero_grad()
-    assert [a.step for a in run._attachments] == [3, 3]
+    assert [a.step for a in run._clocks] == [3, 3]
 
 
 def test_layer_that_no_attached_optimizer_updates_is_named_at_the_first_forward() -> None:
@@ -390,7 +390,7 @@ def test_two_optimizers_keep_their_own_settings() -> None:
     run = nm.sparsify_(model, nm.STE("2:4"))
     run.attach(torch.optim.SGD(model.blocks.parameters(), lr=0.1), stats_every=0, check_finite=False)
     run.attach(torch.optim.SGD(model.embed.parameters(), lr=0.1))
-    assert [(a.stats_every, a.check_finite) for a in run._attachments] == [(0, False), (10, None)]
+    assert [(a.stats_every, a.check_finite) for a in run._clocks] == [(0, False), (10, None)]
 
 
 def test_resuming_with_another_seed_or_length_is_refused() -> None:

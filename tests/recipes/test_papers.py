@@ -106,9 +106,9 @@ class TestSRSTE:
     def test_strong_decay_lowers_the_flip_rate(self) -> None:
         rates = []
         for name, options in (("ste", {}), ("sr-ste", {"decay": 2e-2})):
-            model, _, run = start(name, options)
+            model, attached, run = start(name, options)
+            run.detach(attached)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-            run._attachments.clear()
             run.attach(optimizer, stats_every=1)
             total = 0.0
             for _ in range(80):
