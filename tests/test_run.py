@@ -1,100 +1,19 @@
-"""The step clock: decay terms, schedules, telemetry, state, and what goes wrong with a clear sentence."""
+"""The run: attaching, statistics, state, random numbers, and what goes wrong with a clear sentence."""
 
 from __future__ import annotations
 
 import logging
-import math
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from toys import STEPS, make_data, make_net, same, start, train
+from toys import STEPS, make_data, make_net, start, train
 
 import nmsparse as nm
 from nmsparse._stats import numbers
 from nmsparse._tensor_cores import _tell_once
-from nmsparse.functional import magnitude_mask
-from nmsparse.nn import Layer
 from nmsparse.run import run_of
-
-
-def decayed(
-    accumulate: int = 1, scale: float | None = None, clip: float | None = None, fused: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights before and after one SGD step of learning rate 1 whose data gradient is zero."""
-    torch.manual_seed(0)
-    layer = nn.Linear(16, 8, bias=False)
-    run = nm.sparsify_(layer, nm.SRSTE("2:4", decay=2e-4))
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0, fused=fused)
-    run.attach(optimizer)
-    before = layer.weight.detach().clone()
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
-    for _ in range(accumulate):
-        scaler.scale(layer(torch.zeros(4, 16)).sum() / accumulate).backward()
-    if clip is not None:
-        if not fused:
-            scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(layer.parameters(), clip)
-    scaler.step(optimizer)
-    return before, layer.weight.detach()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"accumulate": 4},
-        {"scale": 65536.0},
-        {"clip": 1e-9},
-        {"scale": 65536.0, "accumulate": 4, "clip": 1e-9},
-        {"scale": 1024.0, "fused": True},
-    ],
-    ids=str,
-)
-def test_decay_is_unchanged_by_accumulation_scaling_and_clipping(options: dict[str, Any]) -> None:
-    before, after = decayed(**options)
-    kept = magnitude_mask(before, "2:4")
-    assert torch.equal(after[kept], before[kept])
-    torch.testing.assert_close(after[~kept], before[~kept] * (1 - 2e-4), rtol=1.2e-7, atol=0)  # one ulp
-
-
-def test_decay_on_the_weight_is_decoupled_from_the_gradient() -> None:
-    torch.manual_seed(0)
-    layer = nn.Linear(16, 8, bias=False)
-    run = nm.sparsify_(layer, nm.SRSTE("2:4", decay=0.1, decay_on="weight"))
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
-    run.attach(optimizer)
-    before = layer.weight.detach().clone()
-    layer(torch.zeros(4, 16)).sum().backward()
-    optimizer.step()
-    expected = torch.where(magnitude_mask(before, "2:4"), before, before * 0.95)
-    torch.testing.assert_close(layer.weight.detach(), expected)
-
-
-def test_decay_survives_sixteen_bit_gradients() -> None:
-    layer = nn.Linear(16, 8, bias=False).bfloat16()
-    run = nm.sparsify_(layer, nm.SRSTE("2:4", decay=0.5))
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-    run.attach(optimizer)
-    before = layer.weight.detach().clone()
-    layer(torch.zeros(4, 16, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    kept = magnitude_mask(before, "2:4")
-    assert torch.equal(layer.weight[kept], before[kept])
-    torch.testing.assert_close(layer.weight[~kept], before[~kept] * 0.5)
-
-
-def test_layer_without_a_gradient_is_left_alone() -> None:
-    model = nn.ModuleDict({"used": nn.Linear(8, 8), "unused": nn.Linear(8, 8)})
-    run = nm.sparsify_(model, nm.SRSTE("2:4"), targets="all")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    run.attach(optimizer)
-    before = model["unused"].weight.detach().clone()
-    model["used"](torch.randn(2, 8)).sum().backward()
-    optimizer.step()
-    assert torch.equal(model["unused"].weight, before)
-    assert run.step == 1
 
 
 def test_attaching_twice_is_refused() -> None:
@@ -142,94 +61,10 @@ def test_several_optimizers_each_drive_their_own_layers() -> None:
     assert [a.step for a in run._clocks] == [3, 3]
 
 
-def test_layer_that_no_attached_optimizer_updates_is_named_at_the_first_forward() -> None:
-    model = make_net()
-    run = nm.sparsify_(model, nm.SRSTE("2:4"))
-    run.attach(torch.optim.SGD(model.blocks.parameters(), lr=0.1))
-    with pytest.raises(RuntimeError, match=r"embed .* no attached optimizer updates it"):
-        model(make_data()[0])
-
-
 def test_one_layer_cannot_follow_two_optimizers() -> None:
     model, _, run = start("ste", {})
     with pytest.raises(ValueError, match="two attached optimizers"):
         run.attach(torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_broken_gradient_stops_before_the_update_and_is_named(value: float) -> None:
-    model, optimizer, run = start("sr-ste", {})
-    x, y = make_data()
-    (model(x) - y).square().mean().backward()
-    model.blocks[1].up.weight.grad[0, 0] = value
-    before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(FloatingPointError, match=r"blocks\.1\.up: its gradient holds NaN or Inf at update 0"):
-        optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert run.step == 0
-    optimizer.zero_grad()
-    train(model, optimizer, 1, (x, y))  # and training can go on
-    assert run.step == 1
-
-
-def test_finite_check_can_be_switched_off() -> None:
-    model = make_net()
-    run = nm.sparsify_(model, nm.STE("2:4"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run.attach(optimizer, check_finite=False)
-    model.embed.weight.grad = torch.full_like(model.embed.weight, math.nan)
-    optimizer.step()
-    assert run.step == 1
-
-
-def test_large_sixteen_bit_gradients_are_not_mistaken_for_overflow() -> None:
-    layer = nn.Linear(256, 256, bias=False).half()
-    run = nm.sparsify_(layer, nm.STE("2:4"))
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
-    run.attach(optimizer)
-    layer.weight.grad = torch.full_like(layer.weight, 60000.0)  # its 2-norm is beyond fp16
-    optimizer.step()
-    assert run.step == 1
-
-
-def test_closure_computes_the_gradients_that_the_recipe_then_changes() -> None:
-    """Lightning hands every optimizer a closure."""
-    results = []
-    for uses_closure in (False, True):
-        model, optimizer, run = start("sr-ste", {"decay": 0.1})
-        x, y = make_data()
-
-        def backward(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer, x=x, y=y) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = (model(x) - y).square().mean()
-            loss.backward()
-            return loss
-
-        for _ in range(4):
-            if uses_closure:
-                assert optimizer.step(backward) > 0
-            else:
-                backward()
-                optimizer.step()
-        assert run.step == 4
-        results.append(model)
-    assert same(*results)
-
-
-def test_closure_that_is_called_several_times_is_refused() -> None:
-    model = make_net()
-    optimizer = torch.optim.LBFGS(model.parameters())
-    nm.sparsify_(model, nm.SRSTE("2:4", decay=0.1)).attach(optimizer)
-    with pytest.raises(ValueError, match="LBFGS calls its closure more than once"):
-        optimizer.step(lambda: model(make_data()[0]).sum())
-
-
-def test_steps_after_densify_leave_the_clock_alone() -> None:
-    model, optimizer, run = start("sr-ste", {"decay": 0.1})
-    train(model, optimizer, 2, make_data())
-    nm.densify_(model)
-    train(model, optimizer, 2, make_data())
-    assert run.step == 2
 
 
 def test_stats_report_density_flips_and_schedule() -> None:
@@ -250,28 +85,6 @@ def test_stats_tell_the_decay_where_there_is_one() -> None:
     _, _, run = start("sr-ste", {"decay": 0.1})
     assert run.stats()["layers"]["embed"]["decay"] == 0.1
     assert "decay" not in start("ste", {})[2].stats()["layers"]["embed"]
-
-
-def test_flip_rate_counts_what_one_update_changed() -> None:
-    layer = nn.Linear(4, 1, bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor([[4.0, 3.0, 2.0, 1.0]]))
-    run = nm.sparsify_(layer, nm.STE("2:4"))
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-    run.attach(optimizer, stats_every=1)
-    layer.weight.grad = torch.tensor([[0.0, 2.0, 0.0, 0.0]])  # 3 -> 1: positions 1 and 2 change places
-    optimizer.step()
-    assert run.stats()["layers"][""]["flip_rate"] == 0.5
-    assert run.stats()["total"]["mask_changes"] == 2
-
-
-def test_measuring_can_be_switched_off() -> None:
-    model = make_net()
-    run = nm.sparsify_(model, nm.STE("2:4"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run.attach(optimizer, stats_every=0)
-    train(model, optimizer, 2, make_data())
-    assert run.stats()["total"]["flip_rate"] is None
 
 
 def test_state_of_another_recipe_is_refused_and_nothing_changes() -> None:
@@ -365,13 +178,6 @@ def test_inductor_compiles_the_whole_model(name: str) -> None:
     assert losses == pytest.approx(expected, rel=1e-4)
 
 
-def test_attach_is_demanded_of_layers_that_are_called_directly() -> None:
-    model = make_net()
-    nm.sparsify_(model, nm.SRSTE("2:4"))
-    with pytest.raises(RuntimeError, match=r"blocks\.0\.up was sparsified with sr-ste"):
-        model.blocks[0](torch.randn(2, 32))
-
-
 def test_detached_optimizer_makes_room_for_another() -> None:
     model, optimizer, run = start("sr-ste", {"decay": 0.1})
     train(model, optimizer, 2, make_data())
@@ -431,128 +237,6 @@ def test_saved_state_does_not_change_as_training_goes_on() -> None:
     assert torch.equal(saved["optimizers"][0]["memory"]["samples"], before)
 
 
-# ---- wrappers and models that go behind the run's back ----
-
-
-def flatten_masters(optimizer: torch.optim.Optimizer) -> None:
-    """What DeepSpeed's ZeRO-1 and ZeRO-2 make of an optimizer that they are given."""
-    for group in optimizer.param_groups:
-        group["params"] = [nn.Parameter(torch.cat([p.detach().flatten() for p in group["params"]]))]
-
-
-@pytest.mark.parametrize(("name", "words"), [("sr-ste", "or call reshard"), ("ste", "ste also trains without run.attach")])
-def test_flat_copies_in_the_optimizer_are_told_at_the_first_update(name: str, words: str) -> None:
-    model, optimizer, run = start(name, {})
-    flatten_masters(optimizer)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(RuntimeError, match=rf"embed\.weight was among .* this AdamW .*DeepSpeed ZeRO-1.*fully_shard.*{words}"):
-        train(model, optimizer, 1, make_data())
-    assert run.step == 0
-    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-
-
-def test_flat_copies_are_told_by_attach() -> None:
-    model = make_net()
-    run = nm.sparsify_(model, nm.SRSTE("2:4"))
-    optimizer = torch.optim.AdamW(model.parameters())
-    flatten_masters(optimizer)
-    with pytest.raises(ValueError, match=r"updates none of the run's 5 sparse layers.*wrapper.*DeepSpeed's ZeRO.*FSDP2"):
-        run.attach(optimizer)
-
-
-@pytest.mark.parametrize("attaches_first", [True, False])
-def test_flattened_weights_are_told(attaches_first: bool) -> None:
-    """FSDP1 with use_orig_params=True: the parameters stay, and their data become pieces of a flat one."""
-    model = make_net()
-    run = nm.sparsify_(model, nm.SRSTE("2:4"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if attaches_first:
-        run.attach(optimizer)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.flatten()[: parameter.numel() // 2]
-        parameter.grad = torch.zeros_like(parameter)
-    words = r"embed\.weight was \(32, 16\) at conversion and is \(256,\) now.*FSDP1.*ZeRO-3.*fully_shard"
-    with pytest.raises(ValueError, match=words):
-        optimizer.step() if attaches_first else run.attach(optimizer)
-
-
-def test_layer_that_joins_the_optimizer_after_attach_is_told() -> None:
-    model = make_net()
-    run = nm.sparsify_(model, nm.STE("2:4"))
-    optimizer = torch.optim.SGD(model.blocks.parameters(), lr=0.1)
-    run.attach(optimizer)
-    optimizer.add_param_group({"params": [*model.embed.parameters()]})
-    with pytest.raises(RuntimeError, match=r"this SGD updates embed \(1 sparse layers in all\) without a clock"):
-        train(model, optimizer, 1, make_data())
-
-
-class Bypassing(nn.Module):
-    """Reads the weights of two layers without calling them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 32)
-        self.head = nn.Linear(32, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = nn.functional.linear(x, self.first.weight, self.first.bias).relu()
-        return self.head(self.third(nn.functional.linear(x, self.second.weight).relu()))
-
-
-def test_layers_that_are_never_called_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Layer, "was_traced", False)  # other tests of this process compile
-    model = Bypassing()
-    run = nm.sparsify_(model, nm.STE("2:4"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run.attach(optimizer)
-    with pytest.warns(UserWarning, match=r"^first, second: the weight got a gradient, but .*never called.*exclude="):
-        train(model, optimizer, 1, make_data())
-    train(model, optimizer, 1, make_data())  # a second warning would be an error
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler, which looks
-def test_layers_that_share_compiled_code_count_as_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of one model, and those of the next, which may find everything compiled."""
-    monkeypatch.setattr(Layer, "was_traced", False)
-    torch._dynamo.reset()
-    for _ in range(2):
-        model, optimizer, run = start("ste", {})
-        for block in model.blocks:
-            block.compile(backend="eager", fullgraph=True)
-        train(model, optimizer, 2, make_data())  # a warning would be an error
-        assert run.step == 2
-    assert Layer.was_traced
-
-
-class OwnRate(torch.optim.SGD):
-    """As transformers' Adafactor, which finds its own learning rate and keeps None."""
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.data.sub_(parameter.grad, alpha=0.1)
-
-
-def test_optimizer_without_a_learning_rate_is_followed() -> None:
-    model = make_net()
-    run = nm.sparsify_(model, nm.SRSTE("2:4"))
-    optimizer = OwnRate(model.parameters(), lr=0.1)
-    optimizer.param_groups[0]["lr"] = None
-    run.attach(optimizer)
-    train(model, optimizer, 2, make_data())
-    assert run.step == 2
-
-
-def test_decay_on_weights_demands_a_learning_rate() -> None:
-    model = make_net()
-    run = nm.sparsify_(model, nm.SRSTE("2:4", decay_on="weight"))
-    optimizer = OwnRate(model.parameters(), lr=0.1)
-    optimizer.param_groups[0]["lr"] = None
-    with pytest.raises(ValueError, match=r'decay_on="weight" shrinks weights by lr .* OwnRate has no "lr"'):
-        run.attach(optimizer)
-    assert run.optimizers == []
-
-
 # ---- what a run leaves behind for evaluation ----
 
 
@@ -594,20 +278,6 @@ def test_numbers_of_layers_are_read_together_and_stay_in_their_places() -> None:
     rows = {"a": {"x": torch.tensor(0.1), "y": None, "z": 0.1}, "b": {"x": torch.tensor(3), "y": torch.tensor(True)}, "c": {}}
     found = numbers(rows)
     assert found == {"a": {"x": float(torch.tensor(0.1)), "y": None, "z": 0.1}, "b": {"x": 3.0, "y": 1.0}, "c": {}}
-
-
-def test_layers_tied_after_their_conversion_are_refused() -> None:
-    model = make_net()
-    run = nm.sparsify_(model, nm.SRSTE("2:4"))
-    model.blocks[1].up.weight = model.blocks[0].up.weight
-    with pytest.raises(ValueError, match=r"share one weight, tied after sparsify_"):
-        run.attach(torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def test_threads_of_data_parallel_are_refused() -> None:
-    model, _, _ = start("ste", {})
-    with pytest.raises(RuntimeError, match="torchrun"):
-        model.embed._replicate_for_data_parallel()
 
 
 @pytest.mark.parametrize("name", ["fst", "asp", "s-ste", "structure-decay"])
