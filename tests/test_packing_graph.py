@@ -134,7 +134,7 @@ def test_the_default_rule_asks_for_more_inputs_where_a_gradient_is_packed() -> N
 
 
 def test_emulation_is_told_once_in_a_process(caplog: pytest.LogCaptureFixture) -> None:
-    _tensor_cores._tell_once.cache_clear()
+    _tensor_cores.tell_emulated.cache_clear()
     for _ in range(3):
         make(nm.STE("2:4"))
     told = [record for record in caplog.records if "all products run emulated" in record.message]

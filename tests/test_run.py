@@ -12,7 +12,7 @@ from toys import STEPS, make_data, make_net, start, train
 
 import nmsparse as nm
 from nmsparse._stats import numbers
-from nmsparse._tensor_cores import _tell_once
+from nmsparse._tensor_cores import tell_emulated
 from nmsparse.run import run_of
 
 
@@ -268,7 +268,7 @@ def test_first_rank_alone_tells_that_products_are_emulated(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for rank, lines in ((1, 0), (0, 1)):
-        _tell_once.cache_clear()
+        tell_emulated.cache_clear()
         monkeypatch.setattr("nmsparse._tensor_cores.rank", lambda rank=rank: rank)
         start("ste", {})
         assert caplog.text.count("all products run emulated") == lines

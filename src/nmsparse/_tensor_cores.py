@@ -66,7 +66,8 @@ class Rule:
 
 
 @cache
-def _tell_once(reason: str) -> None:
+def tell_emulated(reason: str) -> None:
+    """Once in a process, for each reason."""
     logger.warning("nmsparse: all products run emulated, at the speed of dense ones or below: %s.", reason)
 
 
@@ -264,4 +265,4 @@ class TensorCores:
         """One warning per run of a program and reason where nothing runs on tensor cores: the ranks would all say the same."""
         reasons = [reason for handle in layers if handle.layer.sparse for reason in handle.layer.sparse.reasons.values()]
         if reasons and all(reasons) and rank() == 0:
-            _tell_once(str(reasons[0]))
+            tell_emulated(str(reasons[0]))

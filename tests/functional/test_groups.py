@@ -126,18 +126,22 @@ def test_all_pairs_at_once_is_for_gpus_and_small_groups(monkeypatch):
         """A key as its place and size look."""
 
         def __init__(self, is_cuda, groups, size):
-            self.is_cuda, self.shape = is_cuda, torch.Size((groups, size))
+            self.is_cuda, self.entries = is_cuda, groups * size
 
         def numel(self):
-            return self.shape.numel()
+            return self.entries
 
-    assert _groups._sorts(Key(False, 10, 4), 1)
-    assert not _groups._sorts(Key(True, 10, 4), 1)
-    assert not _groups._sorts(Key(True, 10, 64), 1)
-    assert _groups._sorts(Key(True, 10, 128), 1)
-    assert _groups._sorts(Key(True, 1 << 22, 32), 1)  # 4 GiB of comparisons
+    def compares(is_cuda, groups, size):
+        return _groups._compares_pairs(Key(is_cuda, groups, size), size)
+
+    assert not compares(False, 10, 4)
+    assert compares(True, 10, 4)
+    assert compares(True, 10, 64)
+    assert not compares(True, 10, 128)
+    assert not compares(True, 1 << 22, 32)  # 12 GiB of comparisons
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert not _groups._sorts(Key(True, 1 << 22, 32), 1)  # which a compiled reduction does not keep
+    assert compares(True, 1 << 22, 32)  # which a compiled reduction does not keep
+    assert not compares(True, 10, 4)  # entry by entry fuses with what is around it
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

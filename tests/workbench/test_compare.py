@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from nmsparse.workbench import compare as compare_module
 from nmsparse.workbench.compare import Candidate, Job, run_study, study
 from nmsparse.workbench.records import RunRecord, find_runs
 from nmsparse.workbench.reproduce import CLAIMS
-from nmsparse.workbench.training import TrainConfig
+from nmsparse.workbench.training import TrainConfig, train
 
 TINY: dict[str, Any] = {
     "width": 16, "layers": 1, "heads": 2, "length": 16, "limit": 64, "batch": 4, "steps": 4, "eval_batches": 2, "log_every": 1,
@@ -127,6 +128,75 @@ def test_runs_that_become_possible_meanwhile_join(tmp_path: Path) -> None:
     later = iter([{}, {"second": replace(config, seed=1)}])
     jobs = run_study({"first": config}, tmp_path, jobs=1, more=lambda: next(later, {}))
     assert {job.name: job.status for job in jobs} == {"first": "finished", "second": "finished"}
+
+
+@pytest.mark.parametrize("asked", range(1, 9))
+def test_a_run_that_ends_at_any_moment_is_followed_by_what_it_makes_possible(
+    asked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends while its process is asked for the n-th time: between any two lines of the loop."""
+
+    class Ending:
+        is_alive, is_idle, exit_code = True, False, None
+
+        def __init__(self, environment: Any, folder: Path) -> None:
+            self.left = asked
+
+        def works_on(self, folder: Path) -> bool:
+            self.left -= 1
+            if self.left == 0:
+                (folder / "result.json").write_text('{"status": "finished"}')
+            return self.left > 0
+
+        def nothing(self) -> None:
+            """There is no process."""
+
+        dismiss = terminate = wait = nothing
+
+    monkeypatch.setattr(compare_module, "Worker", Ending)
+    monkeypatch.setattr(compare_module, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(compare_module, "RunRecord", lambda folder: SimpleNamespace(result={"status": "finished"}))
+    booked: set[str] = set()
+    config = TrainConfig.from_dict(TINY | {"recipe": "dense"})
+
+    def more() -> dict[str, TrainConfig]:
+        return {"second": config} if booked == {"first"} else {}
+
+    def listen(jobs: list[Job]) -> None:
+        booked.update(job.name for job in jobs if job.status == "finished")
+
+    jobs = run_study({"first": config}, tmp_path, jobs=1, listen=listen, more=more)
+    assert [(job.name, job.status) for job in jobs] == [("first", "finished"), ("second", "finished")]
+
+
+def test_what_waits_starts_by_its_order(tmp_path: Path) -> None:
+    configs = {str(n): TrainConfig.from_dict(TINY | {"recipe": "dense", "steps": 1, "seed": n}) for n in range(3)}
+    ended: dict[str, None] = {}
+    run_study(configs, tmp_path, jobs=1, order=lambda name: -int(name), listen=lambda jobs: ended.update(
+        dict.fromkeys(job.name for job in jobs if job.status == "finished")))  # fmt: skip
+    assert list(ended) == ["2", "1", "0"]
+
+
+def test_a_process_goes_back_to_its_own_number_of_threads(tmp_path: Path) -> None:
+    """A resumed run takes as many as it began with: here one. The next one is another's."""
+    config = TrainConfig.from_dict(TINY | {"recipe": "dense", "checkpoint_every": 1})
+
+    def stop(step: int, row: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path / "first", progress=stop)
+    jobs = run_study({"first": config, "second": config}, tmp_path, jobs=1)
+    assert jobs[0].worker is jobs[1].worker
+    records = [RunRecord(tmp_path / job.name) for job in jobs]
+    assert [record.info["environment"]["cpu_threads"] for record in records] == [1, os.cpu_count()]
+
+
+def test_a_killed_process_is_said_to_be_killed(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text("a warning of no importance\n")
+    killed: Any = SimpleNamespace(exit_code=-int(signal.SIGKILL))
+    words = compare_module._last_words(Job("a", TrainConfig(), tmp_path, killed))
+    assert words == "killed by SIGKILL, perhaps because memory ran out"
 
 
 def test_a_diverged_run_counts_as_diverged(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._dynamo.utils import counters
 
 import nmsparse as nm
 from nmsparse.workbench.records import RunRecord
 from nmsparse.workbench.training import CheckpointError, Checkpoints, DivergenceError, TrainConfig, make_model, open_task, train
 from nmsparse.workbench.training import _checkpoints as checkpoint_module
 from nmsparse.workbench.training import _loop as loop_module
-from nmsparse.workbench.training._build import locked
+from nmsparse.workbench.training._build import compile_, locked
 from nmsparse.workbench.training._order import Order, learning_rate
 from nmsparse.workbench.training._telemetry import moments_of
 
@@ -472,3 +474,62 @@ def test_rows_reach_a_tracker(tmp_path: Path) -> None:
     found.Reload()
     assert [event.value for event in found.Scalars("train/loss")] == pytest.approx([row["loss"] for row in record.rows("train")])
     assert {"train/flip_rate", "valid/loss", "masks/from_start"} <= set(found.Tags()["scalars"])
+
+
+# ---- compilation, and layouts that only GPUs use ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"layers": 3}, ["GPT2Block"] * 3),
+        ({"layers": 1}, ["GPT2LMHeadModel"]),
+        ({"task": "fashion-mini", "model": "resnet32", "heads": None, "layers": None, "length": None}, ["CifarResNet"]),
+        ({"task": "pig-latin", "model": "t5", "layers": 2}, ["T5Block"] * 4),
+    ],
+)
+def test_blocks_of_a_stack_are_compiled_or_the_whole_model(
+    changes: dict[str, Any], parts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(**changes)
+    model, _, _ = make_model(config, open_task(config))
+    compiled: list[str] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(type(self).__name__))
+    compile_(model)
+    assert compiled == parts
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at the input of a block, and users do not see it
+def test_a_compiled_run_is_an_eager_one_and_its_blocks_share_a_graph(tmp_path: Path) -> None:
+    config = tiny(layers=2, recipe="sr-ste", emulate=True, save=False)
+    eager = train(config, tmp_path / "eager")
+    counters.clear()
+    compiled = train(replace(config, compile=True), tmp_path / "compiled")
+    assert counters["stats"]["unique_graphs"] == 1  # for training; validation is eager
+    for kind in ("train", "valid"):
+        losses = [row["loss"] for row in eager.rows(kind)]
+        assert [row["loss"] for row in compiled.rows(kind)] == pytest.approx(losses, rel=1e-5)
+
+
+def test_moments_lie_in_memory_as_their_parameter_does() -> None:
+    """Images are trained channels-last on a GPU, whose fused optimizers refuse moments in another order; checkpoints have one
+    order for all."""
+
+    def trained(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        layer = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # pyrefly: ignore
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+        for _ in range(steps):
+            layer(torch.ones(2, 3, 8, 8)).square().sum().backward()
+            optimizer.step()
+        return layer, optimizer
+
+    (layer, optimizer), (other, target) = trained(2), trained(0)
+    saved = checkpoint_module._optimizer_state(optimizer, {id(p): n for n, p in layer.named_parameters()})
+    saved["state"] = {name: {key: value.contiguous() for key, value in values.items()} for name, values in saved["state"].items()}
+    checkpoint_module._load_optimizer(target, {id(p): n for n, p in other.named_parameters()}, saved)
+    for parameter, original in zip(other.parameters(), layer.parameters(), strict=True):
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert target.state[parameter][key].stride() == parameter.stride()
+            assert torch.equal(target.state[parameter][key], optimizer.state[original][key])

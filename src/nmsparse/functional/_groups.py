@@ -14,7 +14,7 @@ UNROLLED = 8
 PAIRED = 64
 """Up to this group size a GPU compares all pairs at once: its sort gives a whole block of threads to a group of any size."""
 PAIRS_AT_ONCE = 1 << 30
-"""Bytes that the comparisons of all pairs may take outside a compiled graph."""
+"""Bytes that the comparisons of all pairs may take outside a compiled graph, three for each."""
 
 
 def check_divisible(shape: torch.Size, pattern: Pattern, dim: int) -> int:
@@ -86,21 +86,21 @@ def pair_ranks(key: Tensor, axis: int) -> Tensor:
     return beats.sum(-1, dtype=torch.int16).movedim(-1, axis)
 
 
-def _sorts(key: Tensor, axis: int) -> bool:
-    """Whether sorting beats comparing all pairs: on CPUs, and for large groups."""
-    size = key.shape[axis]
-    fits = torch.compiler.is_compiling() or key.numel() * size <= PAIRS_AT_ONCE
-    return not (key.is_cuda and size <= PAIRED and fits)
+def _compares_pairs(key: Tensor, size: int) -> bool:
+    """Whether comparing all pairs at once beats the other ways: on GPUs, unless a compiler fuses what is done entry by entry."""
+    if not key.is_cuda or size > PAIRED:
+        return False
+    return size > UNROLLED if torch.compiler.is_compiling() else 3 * key.numel() * size <= PAIRS_AT_ONCE
 
 
 def magnitude_rank(x: Tensor, axis: int) -> Tensor:
     """Rank of each entry's magnitude inside its group (0 = largest); on a tie the lower index ranks first."""
     key = magnitude_key(x)
     size = x.shape[axis]
-    if size <= UNROLLED and (not x.is_cuda or torch.compiler.is_compiling()):
-        return torch.stack(entry_ranks(key.unbind(axis)), axis)
-    if not _sorts(key, axis):
+    if _compares_pairs(key, size):
         return pair_ranks(key, axis)
+    if size <= UNROLLED:
+        return torch.stack(entry_ranks(key.unbind(axis)), axis)
     order = key.sort(dim=axis, descending=True, stable=True).indices
     shape = [1] * x.ndim
     shape[axis] = size

@@ -14,8 +14,13 @@ LOG = "log.txt"
 STOP_SECONDS = 10
 
 
+def _line(folder: Path) -> bytes:
+    """How a folder is named on the pipes."""
+    return os.fsencode(folder.absolute()) + b"\n"
+
+
 class Worker:
-    """A process that is given folders of runs, one at a time, and answers each with a line. One that fails ends with its run."""
+    """A process that is given folders of runs, one at a time, and answers each by its name. One that fails ends with its run."""
 
     def __init__(self, environment: Mapping[str, str], folder: Path) -> None:
         """Start with a first run; what goes wrong before it begins is in its log too."""
@@ -27,16 +32,20 @@ class Worker:
         assert self._process.stdout is not None, "opened as a pipe"
         os.set_blocking(self._process.stdout.fileno(), False)
         self._folder: Path | None = None
+        self._heard = b""
         self.give(folder)
 
-    def give(self, folder: Path) -> None:
-        """Train in this folder."""
+    def give(self, folder: Path) -> bool:
+        """Train in this folder; False if the process is not there any more."""
         assert self._process.stdin is not None, "opened as a pipe"
-        self._folder = folder
+        self._folder, self._heard = folder, b""
         (folder / LOG).write_bytes(b"")
-        with suppress(BrokenPipeError):  # it has ended: seen by whoever asks next
-            self._process.stdin.write(f"{folder.absolute()}\n".encode())
+        try:
+            self._process.stdin.write(_line(folder))
             self._process.stdin.flush()
+        except BrokenPipeError:
+            return False
+        return True
 
     @property
     def is_alive(self) -> bool:
@@ -57,10 +66,12 @@ class Worker:
         return self._folder is None and self.is_alive
 
     def _hear(self) -> None:
-        """An answer means that the run has ended."""
+        """An answer means that the run has ended; anything else on the pipe was printed by some library."""
         assert self._process.stdout is not None, "opened as a pipe"
-        if self._folder is not None and not self._process.stdout.closed and self._process.stdout.read():
-            self._folder = None
+        if self._folder is not None and not self._process.stdout.closed:
+            self._heard += self._process.stdout.read() or b""
+            if self._heard.endswith(_line(self._folder)):
+                self._folder = None
 
     def dismiss(self) -> None:
         """Let it end by itself."""

@@ -158,14 +158,15 @@ def run_study(
     environment: Mapping[str, str] | None = None,
     lasts: Callable[[str], float] = lambda name: 0.0,
     more: Callable[[], Mapping[str, TrainConfig]] | None = None,
+    order: Callable[[str], Any] | None = None,
 ) -> list[Job]:
     """Train everything; return the jobs, finished, diverged or failed. ``jobs`` caps how many run at a time.
 
     No run starts that would end after ``until`` (of time.monotonic), going by the seconds that it ``lasts``; it is returned as
-    waiting. ``more`` is asked now and then for runs that have become possible meanwhile.
+    waiting. ``more`` is asked now and then for runs that have become possible meanwhile; what waits starts by its ``order``.
     ``guess_gib`` is what a run may take until the first has said what it does take; without it that one is waited for.
     """
-    study = _Study(folder, jobs, until, listen, guess_gib, environment or {}, lasts, more)
+    study = _Study(folder, jobs, until, listen, guess_gib, environment or {}, lasts, more, order)
     study.add(configs)
     try:
         with _ends_on_signals():
@@ -189,9 +190,10 @@ class _Study:
         environment: Mapping[str, str],
         lasts: Callable[[str], float],
         more: Callable[[], Mapping[str, TrainConfig]] | None,
+        order: Callable[[str], Any] | None,
     ) -> None:
         self.folder, self.at_a_time, self.until, self.listen = folder, at_a_time, until, listen
-        self.guess_gib, self.environment, self.lasts, self.more = guess_gib, environment, lasts, more
+        self.guess_gib, self.environment, self.lasts, self.more, self.order = guess_gib, environment, lasts, more, order
         self.jobs: list[Job] = []
         self.waiting: list[Job] = []
         self.workers: list[Worker] = []
@@ -202,6 +204,9 @@ class _Study:
             _prepare(job)
         self.jobs += new
         self.waiting += [job for job in new if job.status not in ("finished", "diverged")]
+        if self.order is not None:
+            order = self.order
+            self.waiting.sort(key=lambda job: order(job.name))
 
     @property
     def running(self) -> list[Job]:
@@ -215,15 +220,19 @@ class _Study:
         return wanted if self.more is not None else max(1, min(len(self.jobs), wanted))
 
     def run(self) -> None:
-        while self.waiting or self.running:
+        while True:
             if self.until is not None:
                 self.waiting = [job for job in self.waiting if time.monotonic() + self.lasts(job.name) <= self.until]
             self._start_what_fits()
+            is_busy = bool(
+                self.running
+            )  # asked first: all that ended before it is told below, and followed by what it makes possible
             self._tell()
-            time.sleep(POLL_SECONDS)
             if self.more is not None:
                 self.add(self.more())
-        self._tell()  # of those that ended since
+            if not (is_busy or self.waiting):
+                return
+            time.sleep(POLL_SECONDS)
 
     def _start_what_fits(self) -> None:
         for worker in [worker for worker in self.workers if not worker.is_alive]:
@@ -232,12 +241,11 @@ class _Study:
         running = self.running
         while self.waiting and len(running) < self.most and _fits(running, self.jobs, self.guess_gib):
             job = self.waiting.pop(0)
-            job.worker = next((worker for worker in self.workers if worker.is_idle), None)
-            if job.worker is None:
-                job.worker = _start(job, max(1, (os.cpu_count() or 1) // self.most), self.environment)
-                self.workers.append(job.worker)
-            else:
-                job.worker.give(job.folder)
+            worker = next((worker for worker in self.workers if worker.is_idle and worker.give(job.folder)), None)
+            if worker is None:
+                worker = _start(job, max(1, (os.cpu_count() or 1) // self.most), self.environment)
+                self.workers.append(worker)
+            job.worker = worker
             running.append(job)
 
     def _tell(self) -> None:
@@ -331,9 +339,13 @@ def _free_bytes() -> int | None:
 
 
 def _last_words(job: Job) -> str:
-    """The last line that a process wrote before it failed."""
+    """The last line that a process wrote before it failed; nothing, where it was killed."""
+    code = job.worker.exit_code if job.worker else None
+    if code is not None and code < 0:
+        why = ", perhaps because memory ran out" if -code == signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-code).name}{why}"
     lines = (job.folder / LOG).read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else f"exit code {job.worker.exit_code if job.worker else '?'}"
+    return lines[-1] if lines else f"exit code {code}"
 
 
 def is_study(folder: Path) -> bool:

@@ -41,6 +41,10 @@ def training_progress(label: str, steps: int, quiet: bool = False) -> Iterator[P
         yield line
 
 
+MOST_BARS = 16
+"""Of a comparison with more runs, bars of those that have ended make room."""
+
+
 @contextmanager
 def study_progress(quiet: bool = False) -> Iterator[Listener]:
     """A bar for every run that has begun; or a line when a run begins and ends."""
@@ -56,7 +60,8 @@ def study_progress(quiet: bool = False) -> Iterator[Listener]:
                         task = tasks.setdefault(job.name, None)
                         if task is None:
                             task = tasks[job.name] = bars.add_task(job.name, total=job.config.steps, text="starts")
-                        bars.update(task, **_state(job))
+                        is_shown = job.status == "running" or len(jobs) <= MOST_BARS
+                        bars.update(task, visible=is_shown, **_state(job))
 
             yield show
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from nmsparse.workbench.compare import Candidate
@@ -153,8 +153,6 @@ class Claim:
     advice: tuple[Advice, ...] = ()
     deviations: tuple[str, ...] = ()
     """How all scales, or that on one GPU, differ from the paper in more than size."""
-    minutes: Mapping[str, float] = field(default_factory=dict)
-    """Estimated minutes of each experiment at the small scale with 3 seeds on one H200."""
 
     def __post_init__(self) -> None:
         for statement in self.statements:

@@ -32,13 +32,13 @@ How to read it: contenders with one seed start from the same weights and see the
 tested on the differences within seeds, by Student's 95 % interval of their mean: it **holds** where the whole interval is on its
 side, **fails** where the whole interval is on the other side, and is **within noise** otherwise. "Equal" and "not worse" mean
 that a difference beyond the stated margin is excluded. Intervals are not corrected for the number of statements. Every contender
-tried the same learning rates on a seed of its own, or takes the rate of the contender it is a variant of. Validation of image
-tasks is their test part, for all contenders alike. Training FLOPs are relative to dense, with each N:M product counted at its
-density: what N:M hardware could skip, not what it does. Validation always sees the final, hard pattern, also where a recipe still
-trains densely: curves of step, mask-decay and structure-decay turn good only when their masks come. Step times of runs that
-share a GPU or a CPU say nothing. Runs are short: what is said holds for this size of model and this length of training. Scale
-`small` is made for one GPU; `cpu` is made for two cores and smaller still: a first sign and no more. Each experiment shows the
-scale and the hardware on which it got furthest.
+tried the same learning rates on a seed of its own, or takes the rate of the contender it is a variant of; where an experiment has
+one rate, all take that. Validation of image tasks is their test part, for all contenders alike. Training FLOPs are relative to
+dense, with each N:M product counted at its density: what N:M hardware could skip, not what it does. Validation always sees the
+final, hard pattern, also where a recipe still trains densely: curves of step, mask-decay and structure-decay turn good only when
+their masks come. Step times of runs that share a GPU or a CPU say nothing. Runs are short: what is said holds for this size of
+model and this length of training. Scale `small` is made for one GPU; `cpu` is made for two cores and smaller still: a first sign
+and no more. Each experiment shows the scale and the hardware on which it got furthest.
 """
 
 

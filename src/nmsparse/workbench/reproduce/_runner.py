@@ -52,9 +52,10 @@ def reproduce(
 ) -> list[tuple[Study, Progress]]:
     """Train what is missing and return the studies, which know all runs, old and new, each with how far it is.
 
-    ``results`` is the folder of the books, ``folder`` takes the runs themselves. Claims train together: a final run starts as
-    soon as its learning rate is known, whatever the others do. It ends within ``minutes``: no run starts that would take longer,
-    going by those before; calling again goes on. Timed experiments come last: they tune side by side, and then run one at a time.
+    ``results`` is the folder of the books, ``folder`` takes the runs themselves. Claims train together, so that no process waits
+    while one tunes; what belongs to an earlier claim starts first, and a final run as soon as its learning rate is known. It ends
+    within ``minutes``: no run starts that would take longer, going by those before; calling again goes on. Timed experiments come
+    last: they tune side by side, and then run one at a time.
     """
     if seeds > MOST_SEEDS:
         raise ValueError(f"{seeds} seeds are more than the {MOST_SEEDS} that results are looked for.")
@@ -126,7 +127,7 @@ class _Session:
         guess = TIMED_GUESS_GIB if is_timed and self.studies[0].scale == "small" else GUESS_GIB.get(self.studies[0].scale)
         done = run_study(
             configs, self.folder, jobs=1 if alone else self.jobs, until=self.until, listen=self._record_and_listen,
-            guess_gib=guess, environment=environment, lasts=self._seconds, more=new,
+            guess_gib=guess, environment=environment, lasts=self._seconds, more=new, order=self._order,
         )  # fmt: skip
         for job in done:
             study, planned = self.begun[job.name]
@@ -151,6 +152,13 @@ class _Session:
             if job.status in ("finished", "diverged"):
                 self._record_once(*self.begun[job.name], job.folder)
         self.listen(jobs)
+
+    def _order(self, name: str) -> tuple[int, bool, bool, int, int]:
+        """Time that is up leaves verdicts of the first claims: claim by claim, final runs before trials, those that statements
+        name before others, seed by seed."""
+        study, planned = self.begun[name]
+        places = self.studies.index(study), study.experiments.index(planned.experiment)
+        return places[0], planned.is_tuning, not study.is_judged(planned), places[1], planned.config.seed
 
     def check(self, seeds: int) -> None:
         """Where nothing of what is to be trained can be read, that is an error of the caller's."""

@@ -71,11 +71,4 @@ def print_plan(study: Study, seeds: int) -> None:
     if later:
         print(f"{len(later)} final runs follow at the learning rates that these find.")
     to_do, all_runs = len(missing) + len(later), len(runs) + len(later)
-    print(f"{to_do} of {all_runs} runs to do{_estimate(study)}.")
-
-
-def _estimate(study: Study) -> str:
-    if study.scale != "small":
-        return ""
-    minutes = sum(study.claim.minutes.get(experiment.name, 0.0) for experiment in study.experiments)
-    return f"; about {minutes:g} minutes on one H200 for all with 3 seeds"
+    print(f"{to_do} of {all_runs} runs to do.")

@@ -126,9 +126,10 @@ class Study:
             for contender in experiment.contenders
             if (rate := self.rate(experiment, contender)) is not None
         ]
-        return sorted(found, key=lambda planned: not self._is_judged(planned))
+        return sorted(found, key=lambda planned: not self.is_judged(planned))
 
-    def _is_judged(self, planned: Planned) -> bool:
+    def is_judged(self, planned: Planned) -> bool:
+        """Whether a statement of the claim is about it."""
         sides = (side for s in self.claim.statements if s.experiment == planned.experiment.name for side in (s.left, s.right))
         return planned.contender.label in sides
 

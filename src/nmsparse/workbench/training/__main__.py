@@ -1,7 +1,7 @@
 """Trains runs of a comparison, one after another: each as config.json in its folder says.
 
-Folders come in as lines, and a line goes out for each that has ended, trained or diverged. What a run prints goes to the log in
-its folder. An error ends the process: after one nothing is certain, least of all a GPU.
+Folders come in as lines, and each goes out again when its run has ended, trained or diverged. What a run prints goes to the log
+in its folder. An error ends the process: after one nothing is certain, least of all a GPU.
 """
 
 from __future__ import annotations
@@ -10,24 +10,31 @@ import gc
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import torch
 
+from nmsparse._tensor_cores import tell_emulated
 from nmsparse.workbench._workers import LOG
 from nmsparse.workbench.training import DivergenceError, TrainConfig, train
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    for line in sys.stdin:
-        folder = Path(line.rstrip("\n"))
+    os.dup2(2, 1)  # whoever prints does not answer
+    threads = torch.get_num_threads()
+    for line in sys.stdin.buffer:
+        folder = Path(os.fsdecode(line.rstrip(b"\n")))
         with (folder / LOG).open("ab") as log:
             for stream in (1, 2):
                 os.dup2(log.fileno(), stream)
-        run(folder)
+        torch.set_num_threads(threads)  # a resumed run takes as many as it began with
+        with warnings.catch_warnings():  # so that each log has its own
+            run(folder)
+        forget()
         sys.stdout.flush()
-        answers.write(b"\n")
+        answers.write(line)
 
 
 def run(folder: Path) -> None:
@@ -36,18 +43,21 @@ def run(folder: Path) -> None:
         train(config, folder, resume=True)
     except DivergenceError as error:
         print(error)
-    finally:
-        forget()
 
 
 def forget() -> None:
-    """Leave nothing of a run to the next: neither memory, nor its peak, nor compiled code that counts against a limit."""
+    """Leave nothing of a run to the next: neither memory, nor its peak on a GPU (a process on a CPU keeps its own), nor compiled
+    code that counts against a limit, nor what is told once."""
     gc.collect()
     torch.compiler.reset()
+    tell_emulated.cache_clear()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # of a terminal, which tells the comparison too
+        sys.exit(130)

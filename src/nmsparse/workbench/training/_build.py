@@ -110,6 +110,20 @@ def make_model(config: TrainConfig, task: Task) -> tuple[nn.Module, str | list[s
     return model, targets, config.exclude or exclude
 
 
+def compile_(model: nn.Module) -> None:
+    """Compile the blocks of a stack, which share one graph, and not the model around them: that would take as many times longer
+    as there are blocks. A model without such a stack is compiled whole."""
+    for part in _repeated_blocks(model) or [model]:
+        part.compile()
+
+
+def _repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """Of all lists of at least two modules of one class; what such blocks hold belongs to them."""
+    if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(block) for block in module}) == 1:
+        return list(module)
+    return [block for child in module.children() for block in _repeated_blocks(child)]
+
+
 def make_optimizer(config: TrainConfig, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
     """Weight decay acts on matrices and filters, not on biases and norms."""
     decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]

@@ -248,8 +248,12 @@ def _placed(saved: Tensor, like: Tensor) -> Tensor:
 
 
 def _placed_like(value: Any, parameter: Tensor) -> Any:
-    """Moments are sharded as their parameter is; step counts and scalars are not."""
-    return _placed(value, parameter) if isinstance(value, Tensor) and value.shape == parameter.shape else value
+    """Moments are sharded as their parameter is, or lie in memory as it does, which fused optimizers demand (channels-last
+    convolutions); step counts and scalars are not."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    placed = _placed(value, parameter)
+    return placed if hasattr(parameter, "device_mesh") else torch.empty_like(parameter, dtype=value.dtype).copy_(placed)
 
 
 # ---- files ----

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -19,6 +20,12 @@ def setting(default: Any, text: str, *, at_least: float | None = None, free: boo
     """A field with its help text. A ``free`` one may differ when a run is resumed, because it does not change the result."""
     facts = {"help": text, "at_least": at_least, "free": free}
     return field(default_factory=lambda: copy(default), metadata=facts)  # lists and dicts must not be shared between runs
+
+
+@cache
+def _hints() -> dict[str, Any]:
+    """Types of all settings: a study makes thousands of configurations, and finding them out takes longer than all the rest."""
+    return get_type_hints(TrainConfig)
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class TrainConfig:
     warmup: float = setting(0.1, "Share of the run in which the learning rate rises.", at_least=0)
     clip: float = setting(1.0, "Largest norm of all gradients together; 0 switches clipping off.", at_least=0)
     precision: Literal["fp32", "bf16", "fp16"] = setting("fp32", "Mixed precision.")
-    compile: bool = setting(False, "Compile the model with torch.compile.")
+    compile: bool = setting(False, "Compile with torch.compile: the blocks of a stack, or else the whole model.")
     seed: int = setting(0, "Of initialisation, order of examples and random draws.", at_least=0)
     eval_every: int | None = setting(None, "Updates between validations; by default a tenth of the run.", at_least=1)
     eval_batches: int = setting(20, "Batches of a validation, each of --batch examples; 0 takes all.", at_least=0)
@@ -68,7 +75,7 @@ class TrainConfig:
     data_dir: str | None = setting(None, "Folder with data sets; by default $NMSPARSE_DATA.", free=True)
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
+        hints = _hints()
         for entry in fields(self):
             _check(entry.name, getattr(self, entry.name), hints[entry.name], entry.metadata["at_least"])
         if self.warmup > 1:

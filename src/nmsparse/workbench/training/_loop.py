@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from nmsparse.workbench.extras import package
 from nmsparse.workbench.records import RESULT, RUN, RunRecord, RunWriter
 from nmsparse.workbench.tasks import IGNORED, Batch
 from nmsparse.workbench.training._build import (
+    compile_,
     end_accelerator,
     environment_of,
     locked,
@@ -129,7 +131,7 @@ class Session:
         self.run = nm.sparsify_(bare, config.make_recipe(), targets, exclude, emulate=config.emulate, seed=config.seed)
         optimizer = make_optimizer(config, bare, self.accelerator.device)
         if config.compile:
-            bare.compile()
+            compile_(bare)
         self.model, self.optimizer = self.accelerator.prepare(bare, optimizer)
         self.bare: nn.Module = self.accelerator.unwrap_model(self.model)
         self.inner: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -285,10 +287,14 @@ class Session:
             named = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
             self.accelerator.log(named, step=self.step)
 
-    @torch.no_grad()
-    @torch.compiler.set_stance("force_eager")  # compiling for validation too takes longer than all of it
     def _validate(self) -> dict[str, float]:
         """Metrics of the weights that would be shipped: in evaluation mode, layers obey their final pattern."""
+        # compiling for validation too takes longer than all of it
+        with torch.compiler.set_stance("force_eager") if self.config.compile else nullcontext():
+            return self._measured()
+
+    @torch.no_grad()
+    def _measured(self) -> dict[str, float]:
         self.model.eval()
         totals: dict[str, Tensor] = {}
         for indices, counts in self._validation_batches():

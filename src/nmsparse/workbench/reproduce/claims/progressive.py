@@ -149,5 +149,4 @@ CLAIM = Claim(
         "A small ViT on CIFAR-10 for 1.3 epochs or less; the paper trains ViT-B on ImageNet for 350.",
         "5 % of the run dense and 10 % fixed, rates calibrated to arrive at 70 %, in place of the paper's hand-set rates.",
     ),
-    minutes={"vit": 4.5, "gpt": 5},
 )

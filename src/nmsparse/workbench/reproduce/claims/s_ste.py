@@ -105,5 +105,4 @@ CLAIM = Claim(
         "The exact estimator (MVUE) in place of the paper's approximate one.",
         "At full scale the paper's model and batch, but 3,000 updates: enwik8 is too small for its 300,000.",
     ),
-    minutes={"gpt": 9},
 )
