@@ -157,10 +157,11 @@ def test_a_run_that_ends_at_any_moment_is_followed_by_what_it_makes_possible(
     monkeypatch.setattr(compare_module, "POLL_SECONDS", 0.0)
     monkeypatch.setattr(compare_module, "RunRecord", lambda folder: SimpleNamespace(result={"status": "finished"}))
     booked: set[str] = set()
+    later = ["second"]
     config = TrainConfig.from_dict(TINY | {"recipe": "dense"})
 
     def more() -> dict[str, TrainConfig]:
-        return {"second": config} if booked == {"first"} else {}
+        return {later.pop(): config} if booked and later else {}
 
     def listen(jobs: list[Job]) -> None:
         booked.update(job.name for job in jobs if job.status == "finished")
