@@ -26,9 +26,10 @@ def fused_mlp(x: Tensor, *, up: nn.Module, down: nn.Module, gate: nn.Module | No
     pre-activations are multiplied on sparse tensor cores, the backward pass is fused; anything else (dense layers, evaluation,
     hooks on a layer) calls the modules as they are, with the same result up to rounding.
 
-    What this saves is memory: the input of ``down`` is made anew in the backward pass instead of being saved. It need not save
-    time: on an H200 the kernel's first form took 0.989 ms (silu with a gate, 16384 x 14336), and 1.177 with the input of ``down``,
-    where the activation's backward pass by torch.compile and two packings took 0.952. ``nmsparse bench kernels`` times today's.
+    What this saves is memory: the input of ``down`` is made anew in the backward pass instead of being saved. It need not
+    save time: on an H200 the kernel's first form took 0.989 ms (silu with a gate, 16384 x 14336), and 1.177 with the input of
+    ``down``, where the activation's backward pass by torch.compile and two packings took 0.952. ``nmsparse bench kernels``
+    times today's.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
