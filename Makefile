@@ -55,6 +55,7 @@ test-gpu:
 
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m nmsparse bench --output benchmarks/results/bench.jsonl
+	PYTHONPATH=src $(PYTHON) -m nmsparse bench --inference --output benchmarks/results/bench.jsonl
 	PYTHONPATH=src $(PYTHON) benchmarks/overhead.py --device cuda
 	$(PYTHON) benchmarks/table.py --write
 
