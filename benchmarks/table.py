@@ -73,15 +73,30 @@ def parts_table(rows: list[Row]) -> list[str]:
 
 
 def kernels_table(rows: list[Row]) -> list[str]:
+    """Of the newest run: its kernels are those that there are."""
+    kernels = [row for row in rows if row["suite"] == "kernels"]
     lines = ["| pack kernel | TB/s | copy, TB/s |", "|---|---|---|"]
-    newest = {row["kernel"]: row for row in rows if row["suite"] == "kernels"}
-    speeds = [f"| {name} | {row['tb_per_s']:.2f} | {row['copy_tb_per_s']:.2f} |" for name, row in newest.items()]
-    return [*lines, *speeds]
+    newest = [row for row in kernels if row["when"] == kernels[-1]["when"]]
+    return lines + [f"| {row['kernel']} | {row['tb_per_s']:.2f} | {row['copy_tb_per_s']:.2f} |" for row in newest]
+
+
+def serving_table(rows: list[Row]) -> list[str]:
+    """Nothing until it is measured."""
+    newest = {(r["model"], r["phase"], r["batch"], r["length"]): r for r in rows if r["suite"] == "inference"}
+    if not newest:
+        return []
+    lines = ["", "| serving, one call | tokens | dense, ms | sparse, ms | **speed-up** | layers packed | their weights' bytes |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for (model, phase, batch, length), row in newest.items():
+        cells = [f"{model} x{row['blocks']}, {phase}", f"{batch} x {length}", f"{row['dense_ms']:.3f}", f"{row['sparse_ms']:.3f}"]
+        cells += [f"**{row['speedup']:.2f}**", f"{row['packed']} of {row['layers']}", f"{row['weight_bytes']:.3f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
 def bench_table() -> str:
     rows = read("bench.jsonl")
-    return "\n".join([*steps_table(rows), "", *parts_table(rows), "", *kernels_table(rows)])
+    return "\n".join([*steps_table(rows), "", *parts_table(rows), "", *kernels_table(rows), *serving_table(rows)])
 
 
 TABLES = {"overhead": overhead_table, "bench": bench_table}

@@ -53,3 +53,9 @@ def test_tables_are_those_of_the_results() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.with_tables(README) == README, "run python benchmarks/table.py --write"
+    facts = {"dense_ms": 2.0, "sparse_ms": 1.6, "speedup": 1.25, "packed": 3, "layers": 4, "weight_bytes": 0.5625, "blocks": 2}
+    call = {"suite": "inference", "model": "llama-8b", "phase": "decode", "batch": 16, "length": 1}
+    assert module.serving_table([call | facts])[-1] == (
+        "| llama-8b x2, decode | 16 x 1 | 2.000 | 1.600 | **1.25** | 3 of 4 | 0.562 |"
+    )
+    assert module.serving_table([]) == []
