@@ -1,7 +1,7 @@
 """Run the GPU tests in several processes (``make test-gpu JOBS=14``): most of their time is compilation on the CPU.
 
-Tests whose verdict is a time run afterwards, alone. pytest-xdist would do much the same, but GPU machines often have no way to
-install it. Options after the number go to pytest.
+Slow tests have a process each; tests whose verdict is a time run afterwards, alone. pytest-xdist would do much the same, but GPU
+machines often have no way to install it. Options after the number go to pytest.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -33,24 +34,28 @@ def main() -> None:
     parser.add_argument("-m", dest="marked", default="gpu", help="further markers, as for pytest")
     given, options = parser.parse_known_args()
     marked = f"gpu and ({given.marked})"  # pytest takes the last -m only
-    together, alone = (collect(["-m", f"{marked} and {which}", *options]) for which in ("not alone", "alone"))
-    if not together + alone:
+    kinds = ("not alone and slow", "not alone and not slow", "alone")
+    with ThreadPoolExecutor() as pool:
+        slow, quick, alone = pool.map(lambda kind: collect(["-m", f"{marked} and {kind}", *options]), kinds)
+    if not slow + quick + alone:
         sys.exit("no GPU test fits these options.")
-    failed = run(together, given.jobs) + run(alone, 1)
-    print(f"{len(together)} tests in up to {given.jobs} processes, then {len(alone)} alone; {failed} processes with failures.")
+    jobs = max(1, given.jobs - len(slow))
+    together = [[test] for test in slow] + [quick[job::jobs] for job in range(min(jobs, len(quick)))]
+    failed = run(together) + run([alone] if alone else [])
+    print(f"{len(slow + quick)} tests in {len(together)} processes, then {len(alone)} alone; {failed} processes with failures.")
     sys.exit(bool(failed))
 
 
-def run(tests: list[str], jobs: int) -> int:
-    """Run tests in so many processes; return how many of these had failures."""
+def run(shares: list[list[str]]) -> int:
+    """Run each share of the tests in a process; return how many of these had failures."""
     failed, running = 0, []
     with tempfile.TemporaryDirectory() as folder:
-        for job in range(min(jobs, len(tests))):
+        for job, tests in enumerate(shares):
             log = Path(folder) / f"{job}.log"
             # a cache of algorithms for each: none waits for another's search, and none disturbs the user's
             environment = {**os.environ, "NMSPARSE_CACHE": f"{folder}/cache{job}"}
             with log.open("w") as file:
-                process = subprocess.Popen([*COMMAND, "-ra", *tests[job::jobs]], stdout=file, stderr=file, env=environment)
+                process = subprocess.Popen([*COMMAND, "-ra", *tests], stdout=file, stderr=file, env=environment)
             running.append((process, log))
         for process, log in running:
             failed += process.wait() != 0

@@ -44,25 +44,26 @@ MODELS = {
 
 def make_blocks(shape: Shape, device: str) -> nn.Module:
     """The blocks as a transformers model that takes embedded tokens."""
-    if shape.family == "llama":
-        from transformers import LlamaConfig, LlamaModel
+    with torch.device(device):  # from the start: a CPU takes ten seconds to draw the weights of four blocks of an 8B model
+        if shape.family == "llama":
+            from transformers import LlamaConfig, LlamaModel
 
-        config = LlamaConfig(
-            vocab_size=8, hidden_size=shape.hidden, intermediate_size=shape.ffn, num_hidden_layers=shape.blocks,
-            num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, max_position_embeddings=shape.length,
-            attn_implementation="sdpa", use_cache=False, bos_token_id=None, eos_token_id=None,
-        )  # fmt: skip
-        model: nn.Module = LlamaModel(config)
-    else:
+            return LlamaModel(
+                LlamaConfig(
+                    vocab_size=8, hidden_size=shape.hidden, intermediate_size=shape.ffn, num_hidden_layers=shape.blocks,
+                    num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, max_position_embeddings=shape.length,
+                    attn_implementation="sdpa", use_cache=False, bos_token_id=None, eos_token_id=None,
+                )
+            )  # fmt: skip
         from transformers import GPT2Config, GPT2Model
 
-        config = GPT2Config(
-            vocab_size=8, n_embd=shape.hidden, n_inner=shape.ffn, n_layer=shape.blocks, n_head=shape.heads,
-            n_positions=shape.length, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-            attn_implementation="sdpa", use_cache=False, bos_token_id=None, eos_token_id=None,
+        return GPT2Model(
+            GPT2Config(
+                vocab_size=8, n_embd=shape.hidden, n_inner=shape.ffn, n_layer=shape.blocks, n_head=shape.heads,
+                n_positions=shape.length, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+                attn_implementation="sdpa", use_cache=False, bos_token_id=None, eos_token_id=None,
+            )
         )  # fmt: skip
-        model = GPT2Model(config)
-    return model.to(device)
 
 
 def fuse_mlps_(model: nn.Module) -> None:
