@@ -70,7 +70,7 @@ def evaluate_then_train(rank: int, world: int, evaluates: bool) -> tuple[list[st
         model.train()
     run.attach(optimizer)
     train(model, optimizer, rank, world, 3)
-    return [layer.name for layer in run._attachments[0].layers], {name: whole(p) for name, p in model.named_parameters()}
+    return [layer.name for layer in run._clocks[0].layers], {name: whole(p) for name, p in model.named_parameters()}
 
 
 def test_attach_after_an_evaluation_finds_all_layers(two_ranks: Ranks) -> None:
