@@ -13,7 +13,6 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nmsparse as nm
+from nmsparse.workbench.bench import commit
 
 RESULTS = Path(__file__).parent / "results" / "overhead.jsonl"
 VOCABULARY = 256
@@ -144,13 +144,6 @@ def measure(
     if device == "cuda":
         row["memory_mib"] = round((torch.cuda.max_memory_allocated() - before) / 2**20)
     return row
-
-
-def commit() -> str | None:
-    """The commit of this checkout, if it is one."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return result.stdout.strip() or None
 
 
 def machine(device: str) -> dict[str, Any]:
