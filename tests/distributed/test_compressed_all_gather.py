@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from ranks import Ranks
 from test_registry_sharded import Layers, batches, whole
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
-from toys import CASES, case_id, make_optimizer
+from toys import CASES, assert_identical, case_id, make_optimizer
 
 import nmsparse as nm
 from nmsparse.functional import magnitude_mask
@@ -29,19 +34,35 @@ def make_layers(case: Case, pattern: str = "2:4", dtype: torch.dtype = torch.flo
     return model, nm.sparsify_(model, nm.recipe(case[0], pattern, **case[1]))
 
 
-def train(model: nn.Module, run: nm.Run, rank: int, world: int, dtype: torch.dtype, steps: int = 5) -> dict[str, Any]:
+STEPS = 5
+
+
+def attached(model: nn.Module, run: nm.Run) -> torch.optim.Optimizer:
     optimizer = make_optimizer(run.recipe, model)
-    run.attach(optimizer, total_steps=steps, stats_every=2)
-    for step in range(steps):
+    run.attach(optimizer, total_steps=STEPS, stats_every=2)
+    return optimizer
+
+
+def update(
+    model: Any, optimizer: torch.optim.Optimizer, rank: int, world: int, dtype: torch.dtype, steps: range, micro_batches: int = 1
+) -> None:
+    """Gradients travel once per update."""
+    for step in steps:
         optimizer.zero_grad()
-        x, y = batches(world, step, dtype)[rank]
-        (model(x).float() - y.float()).square().mean().backward()
+        for index, (x, y) in enumerate(batches(world * micro_batches, step, dtype)[rank::world]):
+            model.set_requires_gradient_sync(index == micro_batches - 1)
+            (model(x).float() - y.float()).square().mean().backward()
         optimizer.step()
+
+
+def train(model: nn.Module, run: nm.Run, rank: int, world: int, dtype: torch.dtype, micro_batches: int = 1) -> dict[str, Any]:
+    update(model, attached(model, run), rank, world, dtype, range(STEPS), micro_batches)
+    parameters = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
     found: dict[str, Any] = {
-        "weights": {name: whole(p) for name, p in model.named_parameters()},
-        "gradients": {name: whole(p.grad) for name, p in model.named_parameters()},
+        "weights": {name: whole(p) for name, p in parameters.items()},
+        "gradients": {name: whole(p.grad) for name, p in parameters.items()},
         "flip_rate": run.stats()["total"]["flip_rate"],
-        "types": {name: type(p._local_tensor) for name, p in model.named_parameters()},
+        "types": {name: type(p._local_tensor) for name, p in parameters.items()},
     }
     model.eval()
     with torch.no_grad():  # afterwards the root's parameters are whole, and others than before
@@ -113,6 +134,90 @@ def train_wide(rank: int, world: int, pattern: str) -> tuple[Tensor, Tensor]:
         fully_shard(model)
         outputs.append(model(torch.ones(2, 20, 3, 3)).detach())
     return outputs[0], outputs[1]
+
+
+# ---- in company ----
+
+
+def train_in_company(rank: int, world: int, case: Case, company: str) -> tuple[Any, Any]:
+    """Plain FSDP2 by itself, and packed together with something else that is there when weights are gathered."""
+    with warnings.catch_warnings():
+        # what dynamo itself does while tracing; on the ranks warnings are errors, without the exceptions of pyproject.toml
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        warnings.filterwarnings("ignore", ".*torch.autograd.function.Function.* should not be instantiated")
+        micro_batches = 3 if company == "accumulation without sync" else 1
+        plain, packed = make_layers(case), make_layers(case)
+        keep_company(packed[0], company)
+        for model, _ in (plain, packed):
+            for layer in (model.embed, model.up):
+                fully_shard(layer)
+            fully_shard(model)
+        return tuple(train(model, run, rank, world, torch.float32, micro_batches) for model, run in (plain, packed))
+
+
+def keep_company(model: Layers, company: str) -> None:
+    """In both orders where there are two."""
+    if company == "checkpointing before":
+        apply_activation_checkpointing(model, check_fn=lambda layer: layer in (model.up, model.down))
+    compressed_all_gather(model)
+    if company == "checkpointing after":
+        apply_activation_checkpointing(model, check_fn=lambda layer: layer in (model.up, model.down))
+    if company == "compile":
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        for layer in (model.up, model.down):
+            layer.compile(backend="aot_eager")  # all of the tracing, and no C++ compiler
+
+
+@pytest.mark.parametrize("case", [("sr-ste", {"decay": 0.1}), ("trio", {})], ids=case_id)
+@pytest.mark.parametrize("company", ["checkpointing before", "checkpointing after", "accumulation without sync", "compile"])
+def test_packed_training_in_company_equals_plain_sharding(company: str, case: Case, two_ranks: Ranks) -> None:
+    for plain, packed in two_ranks.run(train_in_company, case, company):
+        check_same(plain, packed)
+
+
+CUT = 3
+"""Updates before a checkpoint."""
+
+
+def save(rank: int, world: int, is_packed: bool, folder: str) -> dict[str, Tensor]:
+    model, run = make_sharded(is_packed)
+    optimizer = attached(model, run)
+    update(model, optimizer, rank, world, torch.float32, range(CUT))
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments, "run": run}, checkpoint_id=folder)
+    update(model, optimizer, rank, world, torch.float32, range(CUT, STEPS))
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def load_and_go_on(rank: int, world: int, is_packed: bool, folder: str) -> tuple[dict[str, Tensor], bool]:
+    model, run = make_sharded(is_packed)
+    optimizer = attached(model, run)
+    update(model, optimizer, rank, world, torch.float32, range(1))  # a different past that loading must erase
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": moments, "run": run}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    assert run.step == CUT
+    update(model, optimizer, rank, world, torch.float32, range(CUT, STEPS))
+    is_still_packed = isinstance(model.up.weight._local_tensor, PackedShard)
+    return {name: whole(p) for name, p in model.named_parameters()}, is_still_packed
+
+
+def make_sharded(is_packed: bool) -> tuple[Layers, nm.Run]:
+    model, run = make_layers(("sr-ste", {"decay": 0.1}))
+    if is_packed:
+        compressed_all_gather(model)
+    return fully_shard(model), run
+
+
+@pytest.mark.parametrize(("was_packed", "is_packed"), [(True, False), (False, True), (True, True)])
+def test_checkpoint_does_not_know_whether_weights_travel_packed(
+    was_packed: bool, is_packed: bool, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    expected = two_ranks.run(save, was_packed, str(tmp_path))[0]
+    for found, is_still_packed in two_ranks.run(load_and_go_on, is_packed, str(tmp_path)):
+        assert is_still_packed == is_packed
+        assert_identical(found, expected)
 
 
 # ---- bytes ----
@@ -207,7 +312,7 @@ def test_prepared_model_is_the_same_model_before_it_is_sharded() -> None:
     assert model.double().up.weight.dtype == torch.float64
 
 
-def test_packed_parameters_are_plain_tensors_on_disk(tmp_path: Any) -> None:
+def test_packed_parameters_are_plain_tensors_on_disk(tmp_path: Path) -> None:
     model, _ = make_layers(("ste", {}))
     compressed_all_gather(model)
     torch.save(model.state_dict(), tmp_path / "model.pt")

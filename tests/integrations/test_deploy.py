@@ -108,13 +108,63 @@ def test_wrong_input_gets_a_reason(options: dict[str, Any], words: str) -> None:
         trtexec("missing.onnx", **options)
 
 
-def test_log_tells_which_layers_run_sparse() -> None:
-    log = """[I] [TRT] Building
-[I] [TRT] (Sparsity) Layers eligible for sparse math: fc1 + relu, fc2
-[I] [TRT] (Sparsity) TRT inference plan picked sparse implementation for layers: fc1 + relu
+def test_bf16_in_onnxruntime_says_which_version_it_takes() -> None:
+    shapes = {"x": (1, 16)}
+    assert "onnxruntime 1.23" in onnxruntime_providers("m.onnx", shapes=shapes, precision="bf16").reasons["trt_bf16_enable"]
+    assert not any("1.23" in why for why in onnxruntime_providers("m.onnx", shapes=shapes).reasons.values())
+
+
+OLDER = """[08/05/2024-12:06:52] [I] [TRT] Total Activation Memory: 7864832
+[08/05/2024-12:06:54] [I] [TRT] (Sparsity) Layers eligible for sparse math: MatMul_401, Conv_619 + Relu_620, Conv_626
+[08/05/2024-12:06:54] [I] [TRT] (Sparsity) TRT inference plan picked sparse implementation for layers: Conv_619 + Relu_620
+[08/05/2024-12:06:54] [I] [TRT] [MemUsageChange] TensorRT-managed allocation in building engine: CPU +0, GPU +512
 """
-    found = sparse_layers(log)
-    assert found.eligible == ["fc1 + relu", "fc2"]
-    assert found.chosen == ["fc1 + relu"]
+NEWER = """[02/11/2026-10:02:31] [V] [TRT] Builder timing cache: created 0 entries, 214 hit(s)
+[02/11/2026-10:02:31] [V] [TRT] (Sparsity) Found 3 layer(s) eligible to use sparse tactics: /q/MatMul, /k/MatMul, /up/MatMul
+[02/11/2026-10:02:31] [V] [TRT] (Sparsity) Chose 2 layer(s) using sparse tactics: /q/MatMul, /up/MatMul
+[02/11/2026-10:02:31] [I] [TRT] Engine generation completed in 31.1935 seconds.
+"""
+COUNTED = """[V] [TRT] (Sparsity) Found 39 layer(s) eligible to use sparse tactics
+[V] [TRT] (Sparsity) Chose 0 layer(s) using sparse tactics
+"""
+
+
+def test_older_log_tells_which_layers_run_sparse() -> None:
+    found = sparse_layers(OLDER)
+    assert found.eligible == ["MatMul_401", "Conv_619 + Relu_620", "Conv_626"]
+    assert found.chosen == ["Conv_619 + Relu_620"]
+    assert (found.eligible_count, found.chosen_count) == (3, 1)
+
+
+def test_newer_log_tells_which_layers_run_sparse() -> None:
+    found = sparse_layers(NEWER.replace("\n", "\r\n"))
+    assert found.eligible == ["/q/MatMul", "/k/MatMul", "/up/MatMul"]
+    assert found.chosen == ["/q/MatMul", "/up/MatMul"]
+    assert (found.eligible_count, found.chosen_count) == (3, 2)
+
+
+def test_log_without_names_tells_how_many_layers_run_sparse() -> None:
+    found = sparse_layers(COUNTED)
+    assert found.eligible == found.chosen == []
+    assert (found.eligible_count, found.chosen_count) == (39, 0)
+
+
+def test_log_that_names_no_layer_after_its_heading_chose_none() -> None:
     none = sparse_layers("(Sparsity) TRT inference plan picked sparse implementation for layers:\n[I] next line")
-    assert none.chosen == none.eligible == []
+    assert none.chosen == []
+    assert none.chosen_count == 0
+    assert none.eligible_count is None  # this log does not say
+
+
+def test_last_report_of_a_log_is_that_of_the_engine() -> None:
+    """TensorRT reports once per pass over the algorithms."""
+    assert sparse_layers(COUNTED + NEWER).chosen_count == 2
+    assert sparse_layers(NEWER + COUNTED).eligible == []
+    assert sparse_layers(NEWER + OLDER).chosen == ["Conv_619 + Relu_620"]
+
+
+def test_log_that_is_silent_about_sparsity_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"does not say which layers run sparse.*--sparsity=enable --verbose"):
+        sparse_layers("[I] [TRT] Engine generation completed in 31.1935 seconds.\n&&&& PASSED TensorRT.trtexec\n")
+    with pytest.raises(ValueError, match=r"words that this does not know: '\(Sparsity\) 4 of 9 layers'"):
+        sparse_layers("[V] [TRT] (Sparsity) 4 of 9 layers\n[I] done")

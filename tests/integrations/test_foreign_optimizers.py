@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from toys import make_data, make_net, train
 
 import nmsparse as nm
@@ -65,6 +66,46 @@ def test_step_says_that_its_variance_cannot_be_frozen_there(make: Maker) -> None
     kind = type(optimizer).__name__
     with pytest.raises(TypeError, match=rf"step needs an optimizer with freeze_variance\(\), which {kind} lacks: .*StepAdamW"):
         run.attach(optimizer, total_steps=4)
+
+
+def train_under_muon(steps: int, **options: Any) -> tuple[nm.Run, dict[str, Tensor], list[float]]:
+    """Muon takes matrices only; what else there is gets AdamW, as is usual."""
+    model = make_net()
+    run = nm.sparsify_(model, nm.SRSTE("2:4", **options))
+    sparse = {id(parameter) for parameter in run.parameters()}
+    muon = torch.optim.Muon(run.parameters(), lr=0.02, weight_decay=0.0)
+    rest = torch.optim.AdamW([p for p in model.parameters() if id(p) not in sparse], lr=3e-3)
+    run.attach(muon, total_steps=steps)
+    losses = []
+    for _ in range(steps):
+        losses += train(model, muon, 1, make_data())
+        rest.step()
+        rest.zero_grad()
+    return run, {name: model.get_submodule(name).weight.detach() for name in run.layers}, losses
+
+
+def test_sr_ste_trains_under_muon_with_its_decay_on_the_weight() -> None:
+    run, weights, losses = train_under_muon(20, decay=5.0, decay_on="weight")
+    assert losses[-1] < 0.6 * losses[0]
+    assert run.step == 20
+    assert run.stats()["total"]["density"] == 0.5
+    _, without, _ = train_under_muon(20, decay=0.0)
+    for name in weights:
+        assert pruned_share(weights[name]) < 0.9 * pruned_share(without[name]), "the decay pulls pruned weights to zero"
+
+
+def pruned_share(weight: Tensor) -> float:
+    pruned = ~magnitude_mask(weight, "2:4")
+    return float((weight * pruned).abs().sum() / weight.abs().sum())
+
+
+def test_muon_orthogonalizes_a_decay_in_the_gradient_but_not_one_on_the_weight() -> None:
+    """On the weight it has the strength that it says, lr * decay per update, whatever Muon makes of the gradient."""
+    _, undecayed, _ = train_under_muon(1, decay=0.0)
+    _, on_weight, _ = train_under_muon(1, decay=0.5, decay_on="weight")
+    for name, weight in undecayed.items():
+        expected = torch.where(magnitude_mask(weight, "2:4"), weight, weight * (1 - 0.02 * 0.5))
+        torch.testing.assert_close(on_weight[name], expected)
 
 
 def test_schedule_free_model_is_frozen_where_its_weights_are_averaged() -> None:

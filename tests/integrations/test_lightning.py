@@ -48,9 +48,10 @@ def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(*make_data(32)), batch_size=8)
 
 
-def trainer(callback: SparsityCallback, folder: Path, epochs: int, **options: Any) -> pl.Trainer:
+def trainer(callback: SparsityCallback | None, folder: Path, epochs: int, **options: Any) -> pl.Trainer:
+    callbacks = [] if callback is None else [callback]
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
-    return pl.Trainer(accelerator="cpu", max_epochs=epochs, callbacks=[callback], default_root_dir=folder, **(quiet | options))
+    return pl.Trainer(accelerator="cpu", max_epochs=epochs, callbacks=callbacks, default_root_dir=folder, **(quiet | options))
 
 
 def fit(recipe: nm.Recipe, folder: Path, epochs: int = 2, **options: Any) -> tuple[Task, SparsityCallback]:
@@ -158,13 +159,75 @@ def test_metrics_reach_the_logger(tmp_path: Path) -> None:
     assert trained.callback_metrics["sparsity/decay"] == pytest.approx(0.1)
 
 
-def test_second_fit_goes_on_where_the_first_ended(tmp_path: Path) -> None:
-    recipe = nm.SRSTE("2:4", decay=0.1)
-    task, callback = Task(recipe), SparsityCallback(recipe)
-    trainer(callback, tmp_path, 1).fit(task, loader())
-    trainer(callback, tmp_path, 1).fit(task, loader())
+def check_whole_schedule(callback: SparsityCallback, planned: int) -> None:
+    """The clock went through all that it planned, to the hard mask."""
     assert callback.run is not None
-    assert callback.run.step == 8
+    assert callback.run.step == planned
+    (saved,) = callback.state_dict()["optimizers"]
+    assert saved["total_steps"] == planned
+    assert callback.run.stats()["total"]["density"] == 0.5
+    assert all(layer["keep"] == 0 for layer in callback.run.stats()["layers"].values())
+
+
+def dense_checkpoint(folder: Path, epochs: int) -> Path:
+    trained = trainer(None, folder, epochs)
+    trained.fit(Task(), loader())
+    trained.save_checkpoint(folder / "dense.ckpt")
+    return folder / "dense.ckpt"
+
+
+def test_checkpoint_written_without_the_callback_is_a_dense_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The schedule is that of the updates which are left, not one that the end of training cuts off."""
+    dense = dense_checkpoint(tmp_path, 4)
+    whole, callback = Task(), SparsityCallback(nm.MaskDecay("2:4"))
+    with caplog.at_level(logging.WARNING, "nmsparse"):
+        trainer(callback, tmp_path, 6).fit(whole, loader(), ckpt_path=dense, weights_only=True)
+    assert "goes on at update 16 without a saved state of SparsityCallback" in caplog.text
+    assert "for 8 updates" in caplog.text
+    check_whole_schedule(callback, 8)
+
+    half = SparsityCallback(nm.MaskDecay("2:4"), total_steps=8)
+    stopped = trainer(half, tmp_path, 5)
+    stopped.fit(Task(), loader(), ckpt_path=dense, weights_only=True)
+    stopped.save_checkpoint(tmp_path / "half.ckpt")
+    caplog.clear()
+    resumed, callback = Task(), SparsityCallback(nm.MaskDecay("2:4"))
+    trainer(callback, tmp_path, 6).fit(resumed, loader(), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    check_whole_schedule(callback, 8)
+    assert same(resumed, whole)
+    assert "without a saved state" not in caplog.text
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_second_fit_starts_the_clock_anew(epochs: int, tmp_path: Path) -> None:
+    task, callback = Task(), SparsityCallback(nm.MaskDecay("2:4"))
+    trainer(callback, tmp_path, 2).fit(task, loader())
+    trainer(callback, tmp_path, epochs).fit(task, loader())
+    check_whole_schedule(callback, 4 * epochs)
+    assert callback.run is not None
+    assert len(callback.run.optimizers) == 1
+
+
+def test_prolonged_trainer_starts_the_clock_for_the_updates_that_are_left(tmp_path: Path) -> None:
+    task, callback = Task(), SparsityCallback(nm.MaskDecay("2:4"))
+    prolonged = trainer(callback, tmp_path, 1)
+    prolonged.fit(task, loader())
+    prolonged.fit_loop.max_epochs = 3
+    prolonged.fit(task, loader())
+    assert prolonged.global_step == 12
+    check_whole_schedule(callback, 8)
+
+
+def test_fit_after_the_evaluation_of_a_checkpoint_starts_the_clock_anew(tmp_path: Path) -> None:
+    recipe = nm.MaskDecay("2:4")
+    trained = trainer(SparsityCallback(recipe), tmp_path, 2)
+    trained.fit(Evaluated(recipe), loader())
+    trained.save_checkpoint(tmp_path / "last.ckpt")
+    task, callback = Evaluated(recipe), SparsityCallback(recipe)
+    again = trainer(callback, tmp_path, 1)
+    again.validate(task, loader(), ckpt_path=tmp_path / "last.ckpt", verbose=False, weights_only=True)
+    again.fit(task, loader())
+    check_whole_schedule(callback, 4)
 
 
 def test_only_the_optimizer_of_sparse_layers_is_attached(tmp_path: Path) -> None:
@@ -186,7 +249,7 @@ def test_only_the_optimizer_of_sparse_layers_is_attached(tmp_path: Path) -> None
     trainer(callback, tmp_path, 1).fit(task, loader())
     assert callback.run is not None
     assert callback.run.step == 4
-    assert [type(optimizer).__name__ for optimizer in callback._attached] == ["AdamW"]
+    assert [type(optimizer).__name__ for optimizer in callback.run.optimizers] == ["AdamW"]
 
 
 def test_layers_made_in_configure_model_are_converted_there(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ components/optimizer of 0.3.0. ``make setup`` installs the real one without its 
 from __future__ import annotations
 
 import importlib
+import re
+import shlex
 import subprocess
 import sys
 import types
@@ -14,17 +16,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatch
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from toys import assert_identical
 
 import nmsparse as nm
 from nmsparse.nn import sparse_modules
 
 MODULE = "nmsparse.integrations.torchtitan"
+SECTION = re.compile(r"^## torchtitan$.*?(?=^## )", re.M | re.S)
+OUTSIDE = "outside the attention and feed-forward blocks of decoder layers, which sparse_linear takes"
+only_real = pytest.mark.parametrize("titan", ["real"], indirect=True)
 
 
 def stub() -> dict[str, types.ModuleType]:
@@ -237,28 +244,22 @@ def steps(model: nn.Module, optimizers: Any, count: int) -> None:
         optimizers.step()
 
 
-def test_overrides_are_registered_for_blocks_and_not_for_head_or_router(titan: Any) -> None:
+@pytest.mark.parametrize("prefix", ["", "model_spec.model."])  # in a model, and in the configuration of a trainer
+def test_overrides_are_registered_for_blocks_and_not_for_head_or_router(titan: Any, prefix: str) -> None:
     found = registered("sparse_linear")
     assert found.target_cls is titan.Linear.Config
     assert found.exact
     assert found.description
     claimed = {
-        fqn: any(fnmatch(fqn, glob) for glob in found.fqns)
-        for fqn in (
-            "layers.0.attention.wo",
-            "layers.3.attention.qkv_linear.wq",
-            "layers.0.feed_forward.w1",
-            "lm_head",
-            "layers.0.moe.router.gate",
-        )
-    }
-    assert claimed == {
         "layers.0.attention.wo": True,
         "layers.3.attention.qkv_linear.wq": True,
         "layers.0.feed_forward.w1": True,
         "lm_head": False,
         "layers.0.moe.router.gate": False,
+        "layers.0.moe.shared_experts.w1": False,
+        "vision_encoder.block.attn.wq": False,
     }
+    assert {fqn: any(fnmatch(prefix + fqn, glob) for glob in found.fqns) for fqn in claimed} == claimed
     assert registered("sparse_optimizers").target_cls is titan.OptimizersContainer.Config
 
 
@@ -282,6 +283,22 @@ def test_built_layer_is_both_theirs_and_ours_and_keeps_its_keys(titan: Any) -> N
     assert torch.equal(model.up(x), x @ nm.effective_weight(model.up).t())
 
 
+def test_activation_checkpointing_changes_no_name_and_no_number(titan: Any) -> None:
+    results = []
+    for is_wrapped in (False, True):
+        model = build(titan, "s-ste")
+        if is_wrapped:
+            model.up = checkpoint_wrapper(model.up)
+        optimizers = container(titan, model)
+        steps(model, optimizers, 3)
+        assert optimizers.runs[0].layers == ["up", "down"]
+        assert list(optimizers.runs[0].skipped) == ["head"]
+        results.append(([p.detach().clone() for p in model.parameters()], optimizers.runs[0].state_dict()))
+    for plain, wrapped in zip(results[0][0], results[1][0], strict=True):
+        assert torch.equal(plain, wrapped)
+    optimizers.runs[0].load_state_dict(results[0][1])  # of the plain model, into the wrapped one
+
+
 @pytest.mark.parametrize(
     ("recipe", "options"), [("sr-ste", {"decay": 0.1}), ("s-ste", {}), ("mask-decay", {}), ("asp", {"start": 3})]
 )
@@ -289,6 +306,7 @@ def test_training_equals_that_of_a_converted_model(titan: Any, recipe: str, opti
     model = build(titan, recipe, **options)
     optimizers = container(titan, model)
     assert optimizers.runs[0].layers == ["up", "down"]
+    assert optimizers.runs[0].skipped == {"head": OUTSIDE}
 
     plain = nn.ModuleDict({"up": nn.Linear(16, 64, False), "down": nn.Linear(64, 16, False), "head": nn.Linear(16, 4, False)})
     plain.load_state_dict(model.state_dict())
@@ -347,6 +365,139 @@ def test_forgotten_clock_and_forgotten_layers_are_errors(titan: Any) -> None:
         container(titan, dense)
     with pytest.raises(ValueError, match=r"4 x 6 layer cannot follow s-ste: in_features = 6 is not a multiple of 4"):
         titan.sparse_linear(linear_config(titan, 4, 6)).build()
+
+
+def test_channel_permutation_is_refused(titan: Any) -> None:
+    with pytest.raises(ValueError, match=r"sparse_linear cannot follow asp with permute=True: .* Leave permute out"):
+        titan.sparse_linear(linear_config(titan, 64, 16), recipe="asp", permute=True)
+    config = titan.SparseTitanLinear.Config(in_features=16, out_features=64, recipe="asp", options={"permute": True})
+    with pytest.raises(ValueError, match="permute=True"):
+        config.build()
+    assert titan.sparse_linear(linear_config(titan, 64, 16), recipe="asp", permute=False).recipe == "asp"
+
+
+# ---- models of torchtitan, through its command line's parser and its overrides ----
+
+
+def documented(language: str) -> str:
+    """The code that the section of docs/integrations.md shows."""
+    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+    section = SECTION.search(page)
+    assert section is not None
+    return section[0].split(f"```{language}\n")[1].split("```")[0]
+
+
+def documented_imports() -> list[str]:
+    words = shlex.split(documented("bash").replace("\\\n", " "))  # lines end as in a shell
+    return words[words.index("--override.imports") + 1 :]
+
+
+def stock_spec(family: str) -> Any:
+    """A debug model of two layers. torchtitan's attentions for language models have no backward pass on a CPU."""
+    attention = importlib.import_module("torchtitan.models.common.attention").ScaledDotProductAttention
+    spec = importlib.import_module(f"torchtitan.models.{family}").model_registry("debugmodel")
+    del spec.model.layers[2:]
+    for layer in spec.model.layers:
+        layer.attention.inner_attention = attention.Config()
+    return spec
+
+
+def overridden(family: str, imports: list[str]) -> Any:
+    """The fields that matter here of a Trainer.Config, which does not import without datasets, after the overrides."""
+    configurable: Any = importlib.import_module("torchtitan.config.configurable").Configurable
+    optimizer = importlib.import_module("torchtitan.components.optimizer.optimizer")
+
+    class Root(configurable):
+        @dataclass(kw_only=True, slots=True)
+        class Config(configurable.Config):
+            model_spec: Any
+            optimizer: Any
+
+    override = importlib.import_module("torchtitan.config.override")
+    adamw = replace(optimizer.default_adamw(lr=1e-2), implementation="for-loop")
+    root = Root.Config(model_spec=stock_spec(family), optimizer=adamw)
+    override.apply_overrides(override.OverrideConfig(imports=override.parse_cli_imports(imports)), root)
+    return root
+
+
+def on_meta(spec: Any) -> Any:
+    with torch.device("meta"):
+        return spec.model.build()
+
+
+def filled(model: Any) -> Any:
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_states()
+    return model.train()
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    tokens = torch.randint(2048, (2, 17), generator=torch.Generator().manual_seed(1))
+    predicted = model(tokens[:, :-1], positions=torch.arange(16).expand(2, 16), attention_masks=None)
+    return nn.functional.cross_entropy(predicted.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def block_linears(titan: Any, model: Any) -> list[str]:
+    """Found by the tree of modules, not by the patterns of names."""
+    blocks = [getattr(layer, kind, None) for layer in model.layers.values() for kind in ("attention", "feed_forward")]
+    inside = {id(module) for block in blocks if block is not None for module in block.modules()}
+    return [name for name, module in model.named_modules() if id(module) in inside and isinstance(module, titan.Linear)]
+
+
+@only_real
+@pytest.mark.parametrize("family", ["llama3", "deepseek_v3"])
+@pytest.mark.filterwarnings("ignore:In CPU autocast")  # torchtitan's router asks for fp32
+def test_documented_command_makes_a_real_model_sparse_and_it_trains(titan: Any, family: str) -> None:
+    root = overridden(family, documented_imports())
+    model = filled(on_meta(root.model_spec))
+    assert list(model.state_dict()) == list(on_meta(stock_spec(family)).state_dict())
+    optimizers = root.optimizer.build(model_parts=[model])
+    (run,) = optimizers.runs
+    assert run.layers == block_linears(titan, model)
+    assert all(isinstance(model.get_submodule(name), titan.SparseTitanLinear) for name in run.layers)
+
+    losses = []
+    for _ in range(3):
+        optimizers.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        optimizers.step()
+        losses.append(loss.item())
+    assert losses[2] < losses[0]
+    assert run.step == 3
+    for name in run.layers:
+        assert nm.functional.violations(nm.effective_weight(model.get_submodule(name)), "2:4") == 0
+
+
+@only_real
+@pytest.mark.parametrize("family", ["llama3", "deepseek_v3", "gpt_oss"])
+def test_everything_dense_of_a_real_model_is_in_skipped(titan: Any, family: str) -> None:
+    model = on_meta(overridden(family, [f'{MODULE}.sparse_linear={{"recipe": "ste"}}']).model_spec)
+    run = titan.run_of(model)
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    experts = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
+    assert set(run.skipped) == (linears | experts) - set(run.layers)
+    assert run.skipped["lm_head"] == OUTSIDE
+    if family == "deepseek_v3":
+        assert run.skipped["layers.1.moe.router.gate"] == OUTSIDE
+        assert run.skipped["layers.1.moe.shared_experts.w1"] == OUTSIDE
+        why = run.skipped["layers.1.moe.routed_experts.inner_experts.w1_EFD"]
+        assert "a stack of 8 matrices (experts) that GroupedExperts multiplies itself" in why
+    if family == "gpt_oss":
+        assert run.skipped["layers.0.attention.wo"].startswith("ScaledBiasRowwiseLinear is a subclass with a forward of its own")
+    assert bool(experts) is (family != "llama3")
+
+
+@only_real
+def test_documented_override_of_ones_own_takes_fewer_layers(titan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("users_overrides")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(documented("python"), module.__dict__)
+    run = titan.run_of(on_meta(overridden("llama3", ['users_overrides.sparse_feed_forward={"recipe": "sr-ste"}']).model_spec))
+    assert run.layers == [f"layers.{layer}.feed_forward.{name}" for layer in (0, 1) for name in ("w1", "w2", "w3")]
+    assert run.skipped["layers.0.attention.wo"].startswith("no override made it sparse")
 
 
 def test_without_torchtitan_the_error_names_the_extra() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -140,6 +142,49 @@ def test_unknown_subclass_stays_dense_and_says_why() -> None:
 
     model = nn.Sequential(Own(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
     assert "Own is a subclass" in nm.sparsify_(model, nm.STE("2:4")).skipped["0"]
+
+
+class Named(nn.Linear):
+    """A subclass that adds something, and leaves the product to torch."""
+
+    def __init__(self, *args: Any, label: str = "") -> None:
+        super().__init__(*args)
+        self.label = label
+
+    def extra_repr(self) -> str:
+        return f"{self.label}: {super().extra_repr()}"
+
+
+class NamedConv(nn.Conv2d):
+    pass
+
+
+def test_subclass_without_a_forward_of_its_own_is_sparse_and_stays_what_it_is(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(NamedConv(8, 8, 1), nn.Flatten(), Named(32, 16, label="mine"), nn.Linear(16, 4))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    run = nm.sparsify_(model, nm.STE("2:4"), targets=["0", "2"])
+    assert run.layers == ["0", "2"]
+    assert isinstance(model[0], NamedConv)
+    assert isinstance(model[2], Named)
+    assert "mine: in_features=32" in repr(model[2])
+    x = torch.randn(3, 8, 2, 2)
+    expected = nn.functional.linear(model[1](model[0](x)), nm.effective_weight(model[2]), model[2].bias)
+    torch.testing.assert_close(model[2](model[1](model[0](x))), expected)
+    assert nm.functional.violations(nm.effective_weight(model[2]), "2:4") == 0
+
+    torch.save(model, tmp_path / "model.pt")  # the user's own way; a class made on demand must be found again
+    for twin in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert type(twin[2]) is type(model[2])
+        assert torch.equal(twin(x), model(x))
+    nm.densify_(model)
+    assert (type(model[0]), type(model[2])) == (NamedConv, Named)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_lazy_layer_stays_dense_and_says_why() -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8), nn.Linear(8, 4))
+    assert "run one forward pass" in nm.sparsify_(model, nm.STE("2:4")).skipped["0"]
 
 
 def test_parametrized_weight_stays_dense() -> None:

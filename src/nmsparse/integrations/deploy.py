@@ -4,8 +4,8 @@
     session = onnxruntime.InferenceSession("model.onnx", providers=onnxruntime_providers("model.onnx").providers)
 
 Both find 2:4 weights by looking at them; the flag only allows sparse algorithms, and each is taken only where it times faster.
-The flags are those of the vendors' documentation (TensorRT 10 and 11, onnxruntime 1.22 and later). They were not run here: that
-takes an NVIDIA GPU with TensorRT.
+The flags are those of the vendors' documentation (TensorRT 10 and 11, onnxruntime 1.22 and later; 1.23 for bf16). They were not
+run here: that takes an NVIDIA GPU with TensorRT.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def onnxruntime_providers(
     if precision != "fp32":
         name = f"trt_{precision}_enable"
         options[name] = True
-        reasons[name] = f"compute in {precision}: sparse tensor cores have no fp32"
+        reasons[name] = f"compute in {precision}: sparse tensor cores have no fp32" + NEEDS.get(precision, "")
     folder = Path(cache) if cache is not None else file.parent / "trt_cache"
     options |= {"trt_engine_cache_enable": True, "trt_engine_cache_path": str(folder)}
     reasons["trt_engine_cache_enable"] = "keep built engines: timing all algorithms takes minutes"
@@ -125,6 +125,8 @@ def onnxruntime_providers(
 
 
 KINDS = {"min": "the smallest", "opt": "the usual", "max": "the largest"}
+# microsoft/onnxruntime#24743, opened when 1.22 was out; its documentation does not list the option
+NEEDS = {"bf16": ". Takes onnxruntime 1.23: an older one refuses this option, prints so and goes on without TensorRT"}
 
 
 def _check(precision: str, batches: tuple[int, int, int], version: int) -> None:
@@ -205,26 +207,63 @@ def _read_inputs(file: Path) -> dict[str, list[int | None]]:
 # ---- what came of it ----
 
 
+# The older wording, and that of newer logs (seen of TensorRT 10.14), which count and do not always list.
+ELIGIBLE = (
+    r"\(Sparsity\) Layers eligible for sparse math:(?P<names>.*)",
+    r"\(Sparsity\) Found (?P<count>\d+) layer\(s\) eligible to use sparse tactics(?::(?P<names>.*))?",
+)
+CHOSEN = (
+    r"\(Sparsity\) TRT inference plan picked sparse implementation for layers:(?P<names>.*)",
+    r"\(Sparsity\) Chose (?P<count>\d+) layer\(s\) using sparse tactics(?::(?P<names>.*))?",
+)
+
+
 @dataclass(frozen=True)
 class SparseLayers:
     """What a TensorRT build log says about sparsity."""
 
     eligible: list[str] = field(default_factory=list)
-    """Layers whose weights are 2:4."""
+    """Layers whose weights are 2:4, by name. Empty also where the log only counts them."""
     chosen: list[str] = field(default_factory=list)
-    """Those for which a sparse algorithm timed faster."""
+    """Those for which a sparse algorithm timed faster. Empty also where the log only counts them."""
+    eligible_count: int | None = None
+    """How many; None where the log does not say."""
+    chosen_count: int | None = None
+    """How many; None where the log does not say."""
 
 
 def sparse_layers(log: str) -> SparseLayers:
-    """Read the log of ``trtexec --verbose``: which layers were eligible, and which run sparse."""
-    return SparseLayers(
-        _listed(log, r"\(Sparsity\) Layers eligible for sparse math:"),
-        _listed(log, r"\(Sparsity\) TRT inference plan picked sparse implementation for layers:"),
+    """Read the log of ``trtexec --verbose``: which layers were eligible and which run sparse, or how many, if it names none.
+
+    A build may choose algorithms several times and report each time; this returns the last report, which is that of the
+    engine. Of a log of several builds it is the last one's.
+    """
+    eligible, chosen = _last(log, ELIGIBLE), _last(log, CHOSEN)
+    if eligible is None and chosen is None:
+        raise ValueError(_why_nothing(log))
+    (eligible_names, eligible_count), (chosen_names, chosen_count) = eligible or ([], None), chosen or ([], None)
+    return SparseLayers(eligible_names, chosen_names, eligible_count, chosen_count)
+
+
+def _last(log: str, wordings: tuple[str, ...]) -> tuple[list[str], int] | None:
+    """Names and number of layers in the last report in any of the wordings; None without a report."""
+    found = [match for wording in wordings for match in re.finditer(wording, log)]
+    if not found:
+        return None
+    said = max(found, key=lambda match: match.start()).groupdict()
+    names = [name.strip() for name in (said["names"] or "").split(",") if name.strip()]
+    return names, int(said.get("count", len(names)))
+
+
+def _why_nothing(log: str) -> str:
+    other = re.search(r"\(Sparsity\).*", log)
+    if other is not None:
+        return (
+            f"the log speaks of sparsity in words that this does not know: {other[0].strip()!r}. It knows "
+            '"Layers eligible for sparse math" and "layer(s) eligible to use sparse tactics"; read this log yourself.'
+        )
+    return (
+        'the log has no line with "(Sparsity)", so it does not say which layers run sparse: TensorRT writes these lines while it '
+        "builds an engine, with sparse algorithms allowed and a verbose log. Build anew with --sparsity=enable --verbose "
+        "(trtexec() gives the command), and pass the text of the whole log."
     )
-
-
-def _listed(log: str, heading: str) -> list[str]:
-    names: dict[str, None] = {}
-    for match in re.finditer(heading + r"[ \t]*(.*)", log):
-        names |= dict.fromkeys(name.strip() for name in match[1].split(",") if name.strip())
-    return list(names)

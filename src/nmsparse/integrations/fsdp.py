@@ -18,6 +18,7 @@ first, and a layer then breaks the ties that rounding made.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -282,7 +283,7 @@ KEEPS_SHARD = frozenset(
 """``slice`` is what ``narrow`` calls."""
 
 
-# ---- the way back ----
+# ---- the first forward pass, and the way back ----
 
 
 class _TravelsWhole(RemovedWithSparsity):
@@ -290,6 +291,25 @@ class _TravelsWhole(RemovedWithSparsity):
 
     def __init__(self, layers: list[SparseModule]) -> None:
         self.layers = layers
+        self.looked = False
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not self.looked and not torch.compiler.is_compiling():
+            self.looked = True
+            self._tell_replaced(module)
+
+    def _tell_replaced(self, model: nn.Module) -> None:
+        """Whoever fills a sharded model by new parameters takes the tensors away that pack."""
+        ours = {id(layer): layer._nmsparse.name for layer in self.layers}
+        params = [param for param in _fsdp_params(model) if param._module_info.param_name == "weight"]
+        lost = [name for p in params if (name := ours.get(id(p._module_info.module))) and not _is_packed(p)]
+        if lost:
+            warnings.warn(
+                f"{len(lost)} of {len(ours)} weights travel whole, {lost[0]}.weight among them: after compressed_all_gather "
+                "their parameters were replaced, as accelerate does with fsdp_cpu_ram_efficient_loading=True and "
+                "load_state_dict with assign=True. Training is right, only the bytes are not saved; turn that option off.",
+                stacklevel=2,
+            )
 
     def check_removable(self, model: nn.Module) -> None:
         known = {id(param._module_info.module) for param in _fsdp_params(model)}
@@ -302,10 +322,14 @@ class _TravelsWhole(RemovedWithSparsity):
 
     def removed(self, model: nn.Module) -> None:
         for param in _fsdp_params(model):
-            if isinstance(param._sharded_local_tensor, PackedShard):
+            if _is_packed(param):
                 param.all_gather_outputs.clear()
                 param._unsharded_inner_tensors = ()
                 param.__dict__.pop("_unsharded_param", None)
+
+
+def _is_packed(param: Any) -> bool:
+    return isinstance(param._sharded_local_tensor, PackedShard)
 
 
 def _fsdp_params(model: nn.Module) -> list[Any]:

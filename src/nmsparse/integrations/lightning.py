@@ -57,7 +57,11 @@ logger = logging.getLogger("nmsparse")
 
 
 class SparsityCallback(Callback):
-    """Train a LightningModule with a recipe."""
+    """Train a LightningModule with a recipe.
+
+    The run is resumed with the trainer. A ``fit`` that finds no state of this callback starts the clock anew, on the weights and
+    masks as they are and for the updates that are left: a second ``fit``, or one that goes on from a dense checkpoint.
+    """
 
     def __init__(
         self,
@@ -75,23 +79,26 @@ class SparsityCallback(Callback):
         """The arguments of :func:`nmsparse.sparsify_` and ``run.attach``, and:
 
         ``module`` is the name of the submodule to convert, such as "model"; by default the LightningModule itself. Give it where
-        that is a transformers model, which knows its own output head. ``total_steps`` is what the trainer estimates, unless
-        given. Metrics are logged whenever flip rates are measured anew (``stats_every``); loggers get the last ones at the
-        trainer's own ``log_every_n_steps``.
+        that is a transformers model, which knows its own output head. ``total_steps`` counts the updates of the recipe's clock;
+        unless given it is what the trainer estimates, less the steps (``trainer.global_step``) before the clock started. Metrics
+        are logged whenever flip rates are measured anew (``stats_every``); loggers get the last ones at the trainer's own
+        ``log_every_n_steps``.
         """
         self.recipe, self.targets, self.exclude, self.module = recipe, targets, exclude, module
         self.total_steps, self.stats_every = total_steps, stats_every
         self.plan, self.emulate, self.seed = plan, emulate, seed
         self.run: Run | None = None
-        self._attached: list[torch.optim.Optimizer] = []
         self._saved: dict[str, Any] | None = None
-        self._logged = -1
+        self._first_step = 0
+        self._logged = 0
 
     # ---- converting and attaching ----
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Whatever the stage: a checkpoint holds dense weights, and evaluation sees what the layers make of them."""
-        if stage != "fit" and self.run is not None:
+        if stage == "fit":
+            self._end_earlier_fit()
+        elif self.run is not None:
             return  # what became of the model since (freeze_, densify_) is as the user wants it
         if not any(True for _ in pl_module.parameters()):
             logger.info("nmsparse: the model has no parameters yet; call SparsityCallback.convert(self) in configure_model.")
@@ -105,9 +112,14 @@ class SparsityCallback(Callback):
             self.run = sparsify_(
                 target, self.recipe, self.targets, self.exclude, plan=self.plan, emulate=self.emulate, seed=self.seed
             )
-            self._attached.clear()
-            self._logged = -1
         return self.run
+
+    def _end_earlier_fit(self) -> None:
+        """Before Lightning restores anything: a state that is there when training starts came with this fit's checkpoint."""
+        self._saved = None
+        if self.run is not None:
+            for optimizer in self.run.optimizers:
+                self.run.detach(optimizer)
 
     def _is_converted(self, target: nn.Module) -> bool:
         """By this callback; what another one converted is for ``sparsify_`` to complain about."""
@@ -117,17 +129,22 @@ class SparsityCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Weights and optimizers are restored by now, in every strategy."""
-        run = self._converted(pl_module)
-        state = self._saved or (run.state_dict() if self._attached else None)
-        for optimizer in self._attached:  # those of an earlier fit
-            run.detach(optimizer)
-        self._attached = self._owners(trainer, run)
-        total = self.total_steps or _estimated_steps(trainer)
-        for optimizer in self._attached:
+        run, saved = self._converted(pl_module), self._saved
+        self._first_step = trainer.global_step if saved is None else saved.get("first_step", 0)
+        total = self.total_steps or _estimated_steps(trainer, self._first_step)
+        if saved is None and self._first_step > 0:
+            logger.warning(
+                "training goes on at update %d without a saved state of %s: the weights are taken as they are, and the recipe's "
+                "clock starts now, for %s updates.",
+                self._first_step,
+                type(self).__name__,
+                total or "an unknown number of",
+            )
+        for optimizer in self._owners(trainer, run):
             run.attach(optimizer, total_steps=total, stats_every=self.stats_every)
-        if state is not None:
-            run.load_state_dict(state)
-        self._saved = None
+        if saved is not None:
+            run.load_state_dict(saved)
+        self._saved, self._logged = None, run.step
 
     def _converted(self, pl_module: LightningModule) -> Run:
         if self.run is None:
@@ -180,9 +197,9 @@ class SparsityCallback(Callback):
         return self._generate_state_key(recipe=self.recipe.name, module=self.module)
 
     def state_dict(self) -> dict[str, Any]:
-        if self.run is None or not self._attached:
+        if self.run is None or not self.run.optimizers:
             return self._saved or {}
-        return self.run.state_dict()
+        return {**self.run.state_dict(), "first_step": self._first_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict or None  # used when the optimizers are there
@@ -196,7 +213,7 @@ def sparsity_metrics(run: Run) -> dict[str, float]:
     return {f"sparsity/{name}": float(value) for name, value in total.items() if value is not None}
 
 
-def _estimated_steps(trainer: Trainer) -> int | None:
-    """Updates of the whole run, as the trainer's limits say; None where it trains without end."""
-    steps = trainer.estimated_stepping_batches
+def _estimated_steps(trainer: Trainer, first_step: int) -> int | None:
+    """Updates of the whole run from ``first_step`` on, as the trainer's limits say; None where it trains without end."""
+    steps = trainer.estimated_stepping_batches - first_step
     return int(steps) if math.isfinite(steps) and steps >= 1 else None

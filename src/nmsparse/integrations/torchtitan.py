@@ -3,10 +3,11 @@
     --override.imports 'nmsparse.integrations.torchtitan.sparse_linear={"recipe": "s-ste", "pattern": "2:4"}'
                        'nmsparse.integrations.torchtitan.sparse_optimizers={"total_steps": 10000}'
 
-``sparse_linear`` replaces the linear layers of attention and feed-forward blocks (not the output head, nor the router of a
-mixture of experts); ``sparse_optimizers`` puts the step clock on the optimizers that torchtitan builds and saves the run's state
-with theirs. Both are needed, except for recipes without schedule, decay or state (``ste``). torchtitan builds models on the meta
-device and fills them later, so a recipe's state is made when the weights are: in ``init_states``.
+``sparse_linear`` replaces the linear layers of attention and feed-forward blocks (not the output head, nor routers and experts);
+``sparse_optimizers`` puts the step clock on the optimizers that torchtitan builds and saves the run's state with theirs. Both are
+needed, except for recipes without schedule, decay or state (``ste``). The runs, one per part of the model, are
+``trainer.optimizers.runs``; ``run.skipped`` says which layers stayed dense, and why. torchtitan builds models on the meta device
+and fills them later, so a recipe's state is made when the weights are: in ``init_states``.
 
 For torchtitan 0.3, whose interface changes often. Tested against the interface on one process; training under its own launcher,
 with FSDP, tensor or pipeline parallelism, was not tested.
@@ -16,13 +17,14 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nmsparse.functional import hash_integers
-from nmsparse.nn import Layer, Permuted, SparseLinear, sparse_modules
+from nmsparse.nn import Layer, Permuted, SparseLinear, grouped_dim, select_layers, sparse_modules
 from nmsparse.recipes import Recipe
 from nmsparse.recipes import recipe as make_recipe
 from nmsparse.run import Run
@@ -38,8 +40,11 @@ except ImportError as error:
         'pip install "nmsparse[titan]".'
     ) from error
 
-LINEARS = ["layers.*.attention.*", "layers.*.feed_forward.*"]
-"""Names of torchtitan's decoder layers. Experts are 3-D parameters, no linear layers, and stay dense."""
+LINEARS = ["*layers.*.attention.*", "*layers.*.feed_forward.*"]
+"""The linear layers of torchtitan's decoder layers, by their names in a model (layers.0.attention.wo) and by those in a trainer's
+configuration (model_spec.model.layers.0.attention.wo). Experts are 3-D parameters, no linear layers, and stay dense."""
+CHECKPOINTED = "_checkpoint_wrapped_module"
+"""What torch's checkpoint_wrapper puts into names."""
 STATE = "nmsparse"
 """Key of the runs' states in the optimizers' state dict."""
 
@@ -59,7 +64,7 @@ class SparseTitanLinear(SparseLinear, Linear):
 
     def __init__(self, config: Config) -> None:
         Linear.__init__(self, config)
-        recipe = make_recipe(config.recipe, config.pattern, **config.options)
+        recipe = _recipe(config.recipe, config.pattern, config.options)
         fit = recipe.fit(config.out_features, config.in_features)
         if fit.refused is not None:
             raise ValueError(
@@ -95,12 +100,23 @@ def _whole(weight: Tensor) -> Tensor:
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
+def _recipe(name: str, pattern: str, options: dict[str, Any]) -> Recipe:
+    recipe = make_recipe(name, pattern, **options)
+    if recipe.permutes_channels:
+        raise ValueError(
+            f"sparse_linear cannot follow {name} with permute=True: channels are reordered across layers by their weights, and "
+            "torchtitan builds every layer by itself, before there are weights. Leave permute out, or sparsify_ a trained model "
+            "in a training loop of your own."
+        )
+    return recipe
+
+
 @override(target=Linear.Config, fqns=LINEARS, exact=True, description="N:M sparse linear layers (nmsparse)")
 def sparse_linear(
     cfg: Any, *, recipe: str = "s-ste", pattern: str = "2:4", seed: int = 0, **options: Any
 ) -> SparseTitanLinear.Config:
     """A linear layer's config as that of a sparse one; keyword arguments beyond these are the recipe's own."""
-    make_recipe(recipe, pattern, **options)  # wrong words fail here, before anything is built
+    _recipe(recipe, pattern, options)  # wrong words fail here, before anything is built
     return derive(cfg, SparseTitanLinear.Config, recipe=recipe, pattern=pattern, options=options, seed=seed)
 
 
@@ -147,7 +163,7 @@ def sparse_optimizers(cfg: Any, *, total_steps: int | None = None, stats_every: 
 
 def run_of(model: nn.Module) -> Run | None:
     """The handle of a model that ``sparse_linear`` made sparse; None where it has no such layer."""
-    modules = {name: module for name, module in sparse_modules(model) if isinstance(module, SparseTitanLinear)}
+    modules = {_own_name(name): module for name, module in sparse_modules(model) if isinstance(module, SparseTitanLinear)}
     if not modules:
         return None
     for name, module in modules.items():
@@ -157,5 +173,27 @@ def run_of(model: nn.Module) -> Run | None:
     other = next((name for name, module in modules.items() if module._nmsparse.recipe != recipe), None)
     if other is not None:
         raise ValueError(f"{other} follows another recipe than {next(iter(modules))}: a run has one recipe.")
-    skipped = {f"{name} ({product})": why for name, m in modules.items() for product, why in m._nmsparse.dense.items()}
-    return Run(model, recipe, modules, skipped, Permuted(), first._seed)
+    products = {f"{name} ({product})": why for name, m in modules.items() for product, why in m._nmsparse.dense.items()}
+    return Run(model, recipe, modules, _dense_layers(model) | products, Permuted(), first._seed)
+
+
+def _dense_layers(model: nn.Module) -> dict[str, str]:
+    """Linear layers, and weights of experts, that stayed dense: name to reason."""
+    found = select_layers(model, "all", None)  # "all-linear" would call the last layer of a pipeline stage an output head
+    linears = {name: module for name, module in found.layers.items() if isinstance(module, nn.Linear)}
+    dense = {name: _why_dense(name, m) for name, m in linears.items() if not isinstance(m, SparseLinear)}
+    return {_own_name(name): why for name, why in (dense | found.skipped).items()}
+
+
+def _own_name(name: str) -> str:
+    """Of a layer, whether or not torchtitan has wrapped its block for activation checkpointing: random numbers and the saved
+    state are keyed by it, and that option may change from one start to the next."""
+    return ".".join(part for part in name.split(".") if part != CHECKPOINTED)
+
+
+def _why_dense(name: str, module: nn.Module) -> str:
+    if not any(fnmatch(name, glob) for glob in LINEARS):
+        return "outside the attention and feed-forward blocks of decoder layers, which sparse_linear takes"
+    if grouped_dim(module) is None:
+        return f"{type(module).__name__} is a subclass with a forward of its own, which the recipe would replace"
+    return "no override made it sparse; sparse_linear takes torchtitan's own Linear.Config only, no subclass"

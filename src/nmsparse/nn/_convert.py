@@ -139,6 +139,8 @@ def _examine(name: str, module: nn.Module, recipe: Recipe, owners: dict[int, lis
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is not a plain parameter (weight norm computes it)"
+    if nn.parameter.is_lazy(weight):
+        return "its weight has no size yet: run one forward pass before sparsify_"
     others = [owner for owner in owners[id(weight)] if owner.rpartition(".")[0] != name]
     if others:
         return f"its weight is tied to {others[0]}"

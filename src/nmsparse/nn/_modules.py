@@ -220,13 +220,43 @@ def _sparse_conv1d(base: type[nn.Module]) -> type[nn.Module]:
     )
 
 
+@cache
+def _sparse_subclass(kind: type[nn.Module], sparse: type[nn.Module]) -> type[nn.Module]:
+    """For somebody's subclass that leaves the forward as torch has it."""
+    contents = {"__module__": "nmsparse.nn", "__doc__": sparse.__doc__, "__reduce_ex__": _reduced_to_base}
+    return type(f"Sparse{kind.__name__}", (sparse, kind), contents)
+
+
+def _reduced_to_base(module: nn.Module, protocol: Any) -> Any:
+    """No name leads to a class made on demand, so copies and files name the class that it was made for."""
+    reduced = object.__reduce_ex__(module, protocol)
+    return _blank, (dense_class(type(module)),), *reduced[2:]
+
+
+def _blank(kind: type[nn.Module]) -> nn.Module:
+    made = cast(type[nn.Module], sparse_class(kind))
+    return made.__new__(made)
+
+
+def behaves_as(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """torch's layer whose forward a class has: it is that layer, or a subclass that adds other things to it."""
+    if issubclass(kind, nn.Linear) and kind.forward is nn.Linear.forward:
+        return nn.Linear
+    if not issubclass(kind, nn.Conv2d):
+        return None
+    is_same = kind.forward is nn.Conv2d.forward and kind._conv_forward is nn.Conv2d._conv_forward
+    return nn.Conv2d if is_same else None
+
+
 def sparse_class(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """The class to swap in for exactly this class, or None."""
-    if kind is nn.Linear:
-        return SparseLinear
-    if kind is nn.Conv2d:
-        return SparseConv2d
-    return _sparse_conv1d(kind) if is_hf_conv1d(kind) else None
+    """The class to swap in for a class of dense layers, or None."""
+    base = behaves_as(kind)
+    if base is None:
+        return _sparse_conv1d(kind) if is_hf_conv1d(kind) else None
+    if kind.__name__ == "NonDynamicallyQuantizableLinear":  # nn.MultiheadAttention reads its weight without calling it
+        return None
+    sparse = SparseLinear if base is nn.Linear else SparseConv2d
+    return sparse if kind is base else _sparse_subclass(kind, sparse)
 
 
 def dense_class(kind: type[nn.Module]) -> type[nn.Module]:
@@ -259,7 +289,7 @@ def _projected(module: SparseMixin, project: Callable[[Tensor], Tensor]) -> Tens
 def grouped_dim(module: nn.Module) -> int | None:
     """The dim of a layer's weight along which its groups run; None for layers that cannot be sparse."""
     kind = dense_class(type(module))
-    if kind is nn.Conv2d or (issubclass(kind, nn.Linear) and kind.forward is nn.Linear.forward):
+    if behaves_as(kind) is not None:
         return 1
     return 0 if is_hf_conv1d(kind) else None
 
