@@ -52,6 +52,24 @@ def test_importing_the_library_needs_torch_and_safetensors_only() -> None:
     assert set(json.loads(result.stdout)) <= {"numpy"}
 
 
+def test_core_names_nothing_but_torch_and_safetensors() -> None:
+    """Where an extra is installed nobody would notice: torch brings numpy into every process here."""
+    import ast
+    from pathlib import Path
+
+    root = Path(nm.__file__).parent
+    allowed = {*sys.stdlib_module_names, "torch", "safetensors", "nmsparse"}
+    for file in root.rglob("*.py"):
+        room = file.relative_to(root).parts[0].removesuffix(".py")
+        if room in ("integrations", "workbench", "cli"):
+            continue
+        for node in ast.parse(file.read_text()).body:  # of the module itself: functions import extras when they are called
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            found = {name.partition(".")[0] for name in names} - allowed
+            assert found <= ({"triton"} if room == "kernels" else set()), f"{file.relative_to(root)} imports {found}"
+
+
 def test_imports_point_down() -> None:
     """functional <- recipes <- nn <- run; kernels and pattern are leaves; nothing points back up."""
     import ast

@@ -68,12 +68,15 @@ def test_step_says_that_its_variance_cannot_be_frozen_there(make: Maker) -> None
         run.attach(optimizer, total_steps=4)
 
 
+MUON_LR = 0.02
+
+
 def train_under_muon(steps: int, **options: Any) -> tuple[nm.Run, dict[str, Tensor], list[float]]:
     """Muon takes matrices only; what else there is gets AdamW, as is usual."""
     model = make_net()
     run = nm.sparsify_(model, nm.SRSTE("2:4", **options))
     sparse = {id(parameter) for parameter in run.parameters()}
-    muon = torch.optim.Muon(run.parameters(), lr=0.02, weight_decay=0.0)
+    muon = torch.optim.Muon(run.parameters(), lr=MUON_LR, weight_decay=0.0)
     rest = torch.optim.AdamW([p for p in model.parameters() if id(p) not in sparse], lr=3e-3)
     run.attach(muon, total_steps=steps)
     losses = []
@@ -99,12 +102,11 @@ def pruned_share(weight: Tensor) -> float:
     return float((weight * pruned).abs().sum() / weight.abs().sum())
 
 
-def test_muon_orthogonalizes_a_decay_in_the_gradient_but_not_one_on_the_weight() -> None:
-    """On the weight it has the strength that it says, lr * decay per update, whatever Muon makes of the gradient."""
+def test_decay_on_the_weight_has_its_strength_whatever_muon_makes_of_gradients() -> None:
     _, undecayed, _ = train_under_muon(1, decay=0.0)
     _, on_weight, _ = train_under_muon(1, decay=0.5, decay_on="weight")
     for name, weight in undecayed.items():
-        expected = torch.where(magnitude_mask(weight, "2:4"), weight, weight * (1 - 0.02 * 0.5))
+        expected = torch.where(magnitude_mask(weight, "2:4"), weight, weight * (1 - MUON_LR * 0.5))
         torch.testing.assert_close(on_weight[name], expected)
 
 
