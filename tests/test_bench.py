@@ -73,7 +73,8 @@ def test_headlines_say_what_was_measured() -> None:
     assert {row["suite"] for row in rows} >= {"kernels", "products", "layer", "steps"}
     for row in rows:
         line = headline(row)
-        assert str(row.get("speedup", row.get("tb_per_s")))[:3] in line
+        shown = row.get("speedup", row.get("tb_per_s"))
+        assert (row["why"] if shown is None else f"{shown:.2f}") in line
         assert row["gpu"] == "NVIDIA H200"
         assert row["cusparselt"] == 800
         assert row["driver"]
@@ -99,6 +100,7 @@ def test_without_a_gpu_measuring_says_so(command: tuple[str, ...]) -> None:
     ("command", "words"),
     [
         (("bench", "nonsense"), "'nonsense' is not one of kernels, products, layer, steps"),
+        (("bench", "kernels", "--inference"), "--inference measures served models, not the suites of training"),
         (("bench", "--model", "gpt5"), "'gpt5' is not one of llama-8b"),
         (("plan", "llama-8b", "--recipe", "none"), "there is no recipe named 'none'"),
         (("plan", "llama-8b", "--pattern", "4"), "--recipe"),

@@ -144,6 +144,8 @@ def bench(
     from nmsparse.workbench.bench import MODELS, SUITES, Recorder, bench_inference, headline, run_suites
 
     chosen = _check_names("SUITES", suites or [], SUITES)
+    if inference and suites:
+        raise typer.BadParameter("--inference measures served models, not the suites of training: ask for one or the other")
     shapes = _check_names("--model", models or [], MODELS)
     _need_gpu("bench")
     show = json.dumps if as_json else headline

@@ -1,7 +1,8 @@
 """Run the GPU tests in several processes (``make test-gpu JOBS=14``): most of their time is compilation on the CPU.
 
 Slow tests have a process each; tests whose verdict is a time run afterwards, alone. pytest-xdist would do much the same, but GPU
-machines often have no way to install it. Options after the number go to pytest.
+machines often have no way to install it. Options after the number go to pytest. Each process is shown when it ends; with
+``NMSPARSE_TEST_LOGS=FOLDER`` its whole log is there from the start, so that a run that is cut off leaves what it got to.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -41,24 +42,27 @@ def main() -> None:
         sys.exit("no GPU test fits these options.")
     jobs = max(1, given.jobs - len(slow))
     together = [[test] for test in slow] + [quick[job::jobs] for job in range(min(jobs, len(quick)))]
-    failed = run(together) + run([alone] if alone else [])
+    failed = run("together", together) + run("alone", [alone] if alone else [])
     print(f"{len(slow + quick)} tests in {len(together)} processes, then {len(alone)} alone; {failed} processes with failures.")
     sys.exit(bool(failed))
 
 
-def run(shares: list[list[str]]) -> int:
+def run(label: str, shares: list[list[str]]) -> int:
     """Run each share of the tests in a process; return how many of these had failures."""
-    failed, running = 0, []
-    with tempfile.TemporaryDirectory() as folder:
+    failed, running = 0, {}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, len(shares))) as waiting:
+        logs = Path(os.environ.get("NMSPARSE_TEST_LOGS", folder))
+        logs.mkdir(parents=True, exist_ok=True)
         for job, tests in enumerate(shares):
-            log = Path(folder) / f"{job}.log"
+            log = logs / f"{label}-{job}.log"
             # a cache of algorithms for each: none waits for another's search, and none disturbs the user's
             environment = {**os.environ, "NMSPARSE_CACHE": f"{folder}/cache{job}"}
             with log.open("w") as file:
                 process = subprocess.Popen([*COMMAND, "-ra", *tests], stdout=file, stderr=file, env=environment)
-            running.append((process, log))
-        for process, log in running:
-            failed += process.wait() != 0
+            running[waiting.submit(process.wait)] = process, log
+        for ended in as_completed(running):
+            process, log = running[ended]
+            failed += process.returncode != 0
             lines = log.read_text().splitlines()
             print("\n".join(lines if process.returncode else lines[-1:]), flush=True)
     return failed

@@ -12,13 +12,27 @@ from toys import same
 from transformers.pytorch_utils import Conv1D
 
 import nmsparse as nm
-from nmsparse.kernels import Product, serving_times
+from nmsparse.kernels import SPARSE_MATMUL, Choice, Product, select, serving_times
 from nmsparse.nn import PackedMixin
 from nmsparse.workbench.bench._blocks import Shape
 from nmsparse.workbench.bench._inference import frozen_blocks, prepared
 
 BF16, FP16 = torch.bfloat16, torch.float16
 TOKENS = (1, 5, 8, 512)
+
+
+@pytest.fixture(autouse=True)
+def needs_sparse_tensor_cores() -> None:
+    found = select(SPARSE_MATMUL, BF16, torch.device("cuda"))
+    if found.name is None:
+        pytest.skip(found.reason)
+
+
+@pytest.fixture
+def unsearched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's own algorithm: what is tested is the layer around it, and a search in fp16 restarts after every crash."""
+    default = Choice(-1, 1, 1.0, 1.0, 0.0)
+    monkeypatch.setattr("nmsparse.kernels._search.Choices.near", lambda self, product: default)
 
 
 class All:
@@ -51,6 +65,7 @@ def close(a: Tensor, b: Tensor) -> bool:
     return float((a.float() - b.float()).norm() / b.float().norm()) < 1e-2  # three products, each rounded to 16 bits
 
 
+@pytest.mark.usefixtures("unsearched")
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("keep_dense", [True, False])
 @torch.inference_mode()
@@ -70,6 +85,7 @@ def test_packed_layers_compute_what_dense_ones_do(dtype: torch.dtype, keep_dense
     assert same(model, dense)
 
 
+@pytest.mark.usefixtures("unsearched")
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of inductor, about this GPU's settings
 def test_packed_layers_compile(mode: Any) -> None:
@@ -84,6 +100,7 @@ def test_packed_layers_compile(mode: Any) -> None:
                 assert close(compiled(x).clone(), dense(x))
 
 
+@pytest.mark.usefixtures("unsearched")
 @torch.inference_mode()
 def test_packed_layers_replay_from_a_graph() -> None:
     model, dense = frozen(BF16), frozen(BF16)
@@ -110,7 +127,7 @@ def test_times_decide_and_every_layer_says_why() -> None:
         assert time.dense_ms is not None
         assert time.sparse_ms is not None
         assert (handle.layers[name] == "sparse") == (time.reason is None)
-    # 550 GFLOP that sparse tensor cores do in about two thirds of the time
+    # 275 GFLOP that sparse tensor cores do in about two thirds of the time
     assert handle.packed == ["0", "1"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import subprocess
 import sys
 import warnings
@@ -295,6 +296,9 @@ def test_gpt2_layers_are_packed_as_they_are_stored(inputs: int) -> None:
         handle = nm.accelerate_(layer, plan=Everything(), keep_dense=False)
         assert handle.packed == [""]
         torch.testing.assert_close(layer(x), expected, rtol=2e-2, atol=2e-2)
+        for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):  # a class that no name leads to
+            assert type(twin) is type(layer)
+            assert torch.equal(twin(x), layer(x))
     assert layer.state_dict()["weight"].shape == (inputs, 128)
     handle.undo()
     assert type(layer) is Conv1D

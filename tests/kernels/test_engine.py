@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from nmsparse.kernels import _cusparselt, _engine
+import nmsparse.functional as nmf
+from nmsparse.kernels import _cusparselt, _engine, _layout, sparse_matmul
 from nmsparse.kernels._cusparselt import COLUMN, PLAIN, ROW, TRANSPOSED, Algorithm, CusparseLtError, Plan, Product
 from nmsparse.kernels._search import Choice
 
@@ -168,3 +169,25 @@ def test_plans_not_used_for_longest_are_given_back(engine: Any, monkeypatch: pyt
     engine.plan(products[3])
     assert [plan.closed for plan in plans] == [False, True, False]
     assert len(engine.plans) == 3
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 13])
+@pytest.mark.parametrize("flags", [(False, True, True), (False, True, False), (True, True, False)], ids=str)
+def test_products_of_any_number_of_rows_have_the_shape_that_compilers_are_told(flags: tuple[bool, bool, bool], rows: int) -> None:
+    """What n is filled up with may be anything, and none of it is seen."""
+    torch.manual_seed(0)
+    stored = torch.randn(64, 128).to(BF16)
+    mask = nmf.magnitude_mask(stored, "2:4", 0 if flags[0] else 1)
+    m, k = (128, 64) if flags[0] else (64, 128)
+    packed = _layout.compress(torch.where(mask, stored, 0), "m" if flags[0] else "k")
+    a = _layout.decompress(packed, m, k, "m" if flags[0] else "k")
+    a = a.t() if flags[0] else a
+    dense = torch.randn(rows, k).to(BF16)
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        found = sparse_matmul(packed, dense, None, m, k, *flags)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    expected = (a.float() @ dense.float().t()).to(BF16)
+    assert torch.equal(found, expected.t() if flags[2] else expected)
+    assert found.is_contiguous()

@@ -229,7 +229,7 @@ class Plan:
 def _stand_in() -> Tensor:
     """Memory whose address stands for a bias that is not there yet. On the host, where GPUs can read it too: a plan may be made
     while torch allocates from the pool of a CUDA graph, in which nothing may live on."""
-    return torch.zeros(16, dtype=torch.bfloat16, pin_memory=True)
+    return torch.zeros(16, dtype=torch.bfloat16, device="cpu", pin_memory=True)
 
 
 def _matrix(rows: int, columns: int, kind: int, order: int) -> tuple[Any, ...]:

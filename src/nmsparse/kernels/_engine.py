@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Iterable
 from functools import cache
@@ -28,18 +29,20 @@ class Engine:
         self.choices = Choices(device)
         self.plans: dict[Product, Plan] = {}
         self._layout_holds: dict[tuple[torch.dtype, Major], bool] = {}
+        self._lock = threading.RLock()
         if version(device) not in TESTED:
             logger.info("nmsparse: cuSPARSELt %d was not tested with this version of nmsparse.", version(device))
 
     def plan(self, product: Product) -> Plan:
-        """A plan with the fastest algorithm known; searched on first use."""
-        plan = self.plans.pop(product, None)
-        if plan is None:
-            plan = self._make(product)
-            if len(self.plans) >= PLANS:  # the one not used for longest: batches of varying length would pile them up
-                self.plans.pop(next(iter(self.plans))).close()
-        self.plans[product] = plan
-        return plan
+        """A plan with the fastest algorithm known; searched on first use, by one thread for all."""
+        with self._lock:
+            plan = self.plans.pop(product, None)
+            if plan is None:
+                plan = self._make(product)
+                if len(self.plans) >= PLANS:  # the one not used for longest: batches of varying length would pile them up
+                    self.plans.pop(next(iter(self.plans))).close()
+            self.plans[product] = plan
+            return plan
 
     def _make(self, product: Product) -> Plan:
         if torch.cuda.is_current_stream_capturing():
@@ -76,10 +79,10 @@ class Engine:
 
     def _bytes_agree(self, dtype: torch.dtype, major: Major) -> bool:
         m = k = 128
-        generator = torch.Generator().manual_seed(0)
-        positions = torch.rand(m, k // 4, 4, generator=generator).argsort(2)[..., :2]
-        values = torch.rand(m, k // 4, 2, generator=generator) + 1  # no zeros: two in every group, and where is no question
-        dense = torch.zeros(m, k // 4, 4).scatter_(2, positions, values).flatten(1).to(dtype)
+        draw = {"generator": torch.Generator("cpu").manual_seed(0), "device": "cpu"}  # whatever the user's default device is
+        positions = torch.rand(m, k // 4, 4, **draw).argsort(2)[..., :2]
+        values = torch.rand(m, k // 4, 2, **draw) + 1  # no zeros: two in every group, and where is no question
+        dense = torch.zeros(m, k // 4, 4, device="cpu").scatter_(2, positions, values).flatten(1).to(dtype)
         stored = (dense if major == "k" else dense.t().contiguous()).to(f"cuda:{self.device}")
         theirs = Plan(Product(m, 64, k, major == "m", True, True, dtype), self.device).compress(stored)
         ours = compress(stored, major)

@@ -37,7 +37,7 @@ def _sparse_matmul(
 ) -> Tensor:
     """D (m x n) = A (m x k, packed) @ B, plus a bias of m entries: see nmsparse.kernels._cusparselt for the layouts.
 
-    The dense operand may have fewer rows than the product needs; it is padded with zeros, and D cut, inside.
+    The dense operand may have fewer rows than the product needs; it is filled up, and D cut, inside.
     """
     _check_operands(packed, dense, m, k, b_transposed)
     if not dense.shape[0] or not packed.shape[0]:
@@ -46,7 +46,9 @@ def _sparse_matmul(
     n = b.shape[0] if b_transposed else b.shape[1]
     product = Product(m, n, k, m_major, b_transposed, d_transposed, packed.dtype, bias is not None)
     out = _multiply(packed, b, product, bias)
-    return out[: dense.shape[0]] if out.shape[0] != dense.shape[0] and b_transposed and d_transposed else out
+    if not b_transposed or n == dense.shape[0]:
+        return out
+    return out[: dense.shape[0]] if d_transposed else out[:, : dense.shape[0]].contiguous()
 
 
 def _fake_sparse_matmul(
@@ -78,10 +80,20 @@ def _check_operands(packed: Tensor, dense: Tensor, m: int, k: int, b_transposed:
 
 
 def _fit_rows(dense: Tensor, k: int, b_transposed: bool) -> Tensor:
-    """The dense operand, contiguous, with as many rows as hardware and product ask for."""
+    """The dense operand, contiguous, with as many rows as hardware and product ask for.
+
+    Rows along k meet packed zeros, and must be zeros themselves. What n is filled up with ends in columns of D that are cut off,
+    so anything will do: a copy is one kernel, padding would be two.
+    """
     rows = padded(dense.shape[0], DENSE_ROWS) if b_transposed else k
     missing = rows - dense.shape[0]
-    return F.pad(dense, (0, 0, 0, missing)) if missing else dense.contiguous()
+    if not missing:
+        return dense.contiguous()
+    if not b_transposed:
+        return F.pad(dense, (0, 0, 0, missing))
+    filled = dense.new_empty(rows, dense.shape[1])
+    filled[: dense.shape[0]] = dense
+    return filled
 
 
 def _multiply(packed: Tensor, b: Tensor, product: Product, bias: Tensor | None = None) -> Tensor:

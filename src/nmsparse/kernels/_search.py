@@ -22,6 +22,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -294,12 +295,19 @@ def _searcher(device: int) -> Searcher:
     return _SEARCHERS[device]
 
 
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """Torch's own belongs to the device that was captured on first. One for all captures: cuBLAS keeps a workspace for every
+    stream that it has met."""
+    return torch.cuda.Stream(device)
+
+
 def device_milliseconds(call: Any, at_least_ms: float, calls: int = 8) -> float:
     """Mean time of a short call on the device alone: captured in a CUDA graph, because launching takes longer."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):  # torch's own belongs to the device that was captured on first
+    with torch.cuda.graph(graph, stream=_capture_stream(torch.cuda.current_device()), capture_error_mode="thread_local"):
         for _ in range(calls):
             call()
     return milliseconds(graph.replay, at_least_ms) / calls

@@ -223,18 +223,21 @@ def _sparse_conv1d(base: type[nn.Module]) -> type[nn.Module]:
 @cache
 def _sparse_subclass(kind: type[nn.Module], sparse: type[nn.Module]) -> type[nn.Module]:
     """For somebody's subclass that leaves the forward as torch has it."""
-    contents = {"__module__": "nmsparse.nn", "__doc__": sparse.__doc__, "__reduce_ex__": _reduced_to_base}
+    contents = {"__module__": "nmsparse.nn", "__doc__": sparse.__doc__, "__reduce_ex__": reduced_by(sparse_class)}
     return type(f"Sparse{kind.__name__}", (sparse, kind), contents)
 
 
-def _reduced_to_base(module: nn.Module, protocol: Any) -> Any:
-    """No name leads to a class made on demand, so copies and files name the class that it was made for."""
-    reduced = object.__reduce_ex__(module, protocol)
-    return _blank, (dense_class(type(module)),), *reduced[2:]
+def reduced_by(make: Callable[[type[nn.Module]], type[nn.Module] | None]) -> Callable[[nn.Module, Any], Any]:
+    """``__reduce_ex__`` of a class made on demand: no name leads to it, so copies and files name what it was made from."""
+
+    def reduce(module: nn.Module, protocol: Any) -> Any:
+        return (_blank, (make, dense_class(type(module))), *object.__reduce_ex__(module, protocol)[2:])
+
+    return reduce
 
 
-def _blank(kind: type[nn.Module]) -> nn.Module:
-    made = cast(type[nn.Module], sparse_class(kind))
+def _blank(make: Callable[[type[nn.Module]], type[nn.Module] | None], kind: type[nn.Module]) -> nn.Module:
+    made = cast(type[nn.Module], make(kind))
     return made.__new__(made)
 
 

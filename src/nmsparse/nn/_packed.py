@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nmsparse.kernels import pack_weight_, packed_size, sparse_matmul, unpack_sparse
 from nmsparse.nn._conv1d import is_hf_conv1d
-from nmsparse.nn._modules import autocast_operands, dense_class, grouped_dim
+from nmsparse.nn._modules import autocast_operands, dense_class, grouped_dim, reduced_by
 
 
 @dataclass(eq=False)
@@ -111,7 +111,8 @@ def packed_class(kind: type[nn.Module]) -> type[nn.Module] | None:
         return PackedLinear
     if not is_hf_conv1d(kind):
         return None
-    return type("PackedConv1D", (PackedMixin, kind), {"__doc__": "transformers' ``Conv1D`` of a frozen 2:4 model."})
+    contents = {"__doc__": "transformers' ``Conv1D`` of a frozen 2:4 model.", "__reduce_ex__": reduced_by(packed_class)}
+    return type("PackedConv1D", (PackedMixin, kind), contents)
 
 
 def identity(weight: Tensor) -> tuple[int, int]:

@@ -57,10 +57,12 @@ def bench_inference(record: Recorder, seconds: float, turns: int, models: list[s
 
 def compare_call(record: Recorder, name: str, shape: Shape, call: Call, seconds: float, turns: int, device: str = "cuda") -> None:
     torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = 64  # past it blocks would run eagerly, in silence
     gc.collect()
     sides: dict[str, Callable[[], object]] = {}
     outputs: dict[str, Tensor] = {}
-    x = torch.randn(call.batch, call.length, shape.hidden, device=device, dtype=BF16)
+    with torch.inference_mode():  # as what comes from block to block: one graph serves all of them
+        x = torch.randn(call.batch, call.length, shape.hidden, device=device, dtype=BF16)
     handle: nm.Accelerated | None = None
     for side in ("dense", "sparse"):
         model = frozen_blocks(shape, device)
