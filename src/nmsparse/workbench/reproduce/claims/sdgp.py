@@ -34,7 +34,7 @@ EXPERIMENTS = (
         "ResNet-18 on CIFAR-10, SGD, the data gradient of all convolutions pruned",
         {
             "toy": toy({**TOY_RESNET18, **SGD}, (0.05, 0.1)),
-            "cpu": Setup({**RESNET18_CPU, **SGD}, (0.025, 0.05, 0.1), size="0.7 M parameters, 30,720 images"),
+            "cpu": Setup({**RESNET18_CPU, **SGD}, (0.0125, 0.025, 0.05, 0.1, 0.2), size="0.7 M parameters, 30,720 images"),
             "small": Setup({**RESNET18, **SGD}, (0.05, 0.1, 0.2), TUNING_SHARE, size="2.8 M parameters, 51,200 images"),
             "full": Setup(RESNET_FULL, (0.25, 0.5, 1.0), tuning_share=0.1),
         },
