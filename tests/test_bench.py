@@ -14,7 +14,7 @@ from torch import nn
 
 import nmsparse as nm
 from nmsparse.kernels import _dispatch
-from nmsparse.workbench.bench import MODELS, headline, meta_model
+from nmsparse.workbench.bench import MODELS, _timing, headline, meta_model
 from nmsparse.workbench.bench._blocks import Shape, make_blocks, make_trainer, through_blocks
 from nmsparse.workbench.bench._power import PowerMeter, Sample
 
@@ -78,6 +78,20 @@ def test_headlines_say_what_was_measured() -> None:
         assert row["gpu"] == "NVIDIA H200"
         assert row["cusparselt"] == 800
         assert row["driver"]
+
+
+def test_dense_chooses_its_library_and_the_choice_ends_with_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = ["default"]
+
+    def prefer(library: str | None = None) -> str:
+        chosen.append(library or chosen[-1])
+        return chosen[-1]
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", prefer)
+    monkeypatch.setattr(_timing, "_turn", lambda call, count: (2.0 if chosen[-1] == "cublas" else 1.0, 0.0, 0.0))
+    with _timing.fastest_blas(lambda: None) as best:
+        assert best == chosen[-1] == "cublaslt"
+    assert chosen[-1] == "default"
 
 
 def test_power_is_averaged_over_the_span_of_a_turn() -> None:

@@ -22,7 +22,7 @@ from nmsparse.kernels import (
 )
 from nmsparse.workbench.bench._blocks import MODELS, Shape, blocks_of, captured, make_trainer
 from nmsparse.workbench.bench._records import Recorder
-from nmsparse.workbench.bench._timing import alternate, replayed, side_facts
+from nmsparse.workbench.bench._timing import alternate, fastest_blas, replayed, side_facts
 
 TOKENS = 16384
 SIZES = [(14336, 4096), (4096, 14336), (4096, 4096), (8192, 2048), (2048, 8192), (6400, 1600), (3072, 768), (768, 3072)]
@@ -169,11 +169,12 @@ def bench_layer(record: Recorder, seconds: float, turns: int, models: list[str])
                 run.attach(torch.optim.SGD(layer.parameters(), lr=0.0), stats_every=0, check_finite=False)
                 how[name] = run.products[""]
             sides[name] = _layer_step(layer, x, g, run)
-        times = alternate(sides, seconds, turns)
+        with fastest_blas(sides["dense"]) as blas:
+            times = alternate(sides, seconds, turns)
         for name in ("trio", "s-ste"):
             record.add(
                 "layer", recipe=name, out_features=out_features, in_features=in_features, tokens=TOKENS, products=how[name],
-                speedup=round(times["dense"].ms / times[name].ms, 3), **side_facts("dense", times["dense"]),
+                blas=blas, speedup=round(times["dense"].ms / times[name].ms, 3), **side_facts("dense", times["dense"]),
                 **side_facts("sparse", times[name]),
             )  # fmt: skip
         torch._dynamo.reset()
@@ -222,14 +223,15 @@ def compare_steps(record: Recorder, model: str, shape: Shape, recipe: nm.Recipe,
         trainer.step()
         torch.cuda.synchronize()
         peaks[side] = torch.cuda.max_memory_allocated() - before - others
-    steps: dict[str, Callable[[], object]] = {"dense": dense.step, "sparse": sparse.step}
-    if shape.graph:
-        steps = {"dense": captured(dense), "sparse": captured(sparse)}
-    sides = alternate(steps, seconds, turns)
+    with fastest_blas(dense.step) as blas:
+        steps: dict[str, Callable[[], object]] = {"dense": dense.step, "sparse": sparse.step}
+        if shape.graph:
+            steps = {"dense": captured(dense), "sparse": captured(sparse)}
+        sides = alternate(steps, seconds, turns)
     assert sparse.run is not None, "made with a recipe"
     record.add(
         "steps", model=model, recipe=recipe.name, blocks=shape.blocks, tokens=shape.tokens, length=shape.length,
-        graph=shape.graph,
+        graph=shape.graph, blas=blas,
         speedup=round(sides["dense"].ms / sides["sparse"].ms, 3), predicted=round(plan.speedup(sides["dense"].ms), 3),
         memory=round(peaks["sparse"] / peaks["dense"], 3), dense_gib=round(peaks["dense"] / 2**30, 2),
         products=_counts(sparse.run.products), **side_facts("dense", sides["dense"]), **side_facts("sparse", sides["sparse"]),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,9 @@ import torch
 from nmsparse.workbench.bench._power import PowerMeter
 
 Call = Callable[[], object]
+BLAS = ("cublas", "cublaslt")
+TRIALS = 5
+"""Calls of the dense side under each library."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,23 @@ def _turn(call: Call, count: int) -> tuple[float, float, float]:
     torch.cuda.synchronize()
     end = time.perf_counter()
     return 1e3 * (end - start) / count, start, end
+
+
+@contextmanager
+def fastest_blas(dense: Call) -> Iterator[str]:
+    """Both sides of a comparison under the library that serves the dense one best, so that dense gets its fair chance."""
+    before = torch.backends.cuda.preferred_blas_library()
+    times: dict[str, float] = {}
+    try:
+        for library in BLAS:
+            torch.backends.cuda.preferred_blas_library(library)
+            dense()
+            times[library] = _turn(dense, TRIALS)[0]
+        best = min(BLAS, key=lambda library: times[library])
+        torch.backends.cuda.preferred_blas_library(best)
+        yield best
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
 
 
 def alternate(sides: dict[str, Call], seconds: float, turns: int) -> dict[str, Side]:
