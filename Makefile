@@ -8,7 +8,7 @@ TORCH  := $(shell grep '^torch==' constraints.txt)
 # torchtitan without what its trainer needs (datasets, wandb, ...): our tests use its configuration and modules only
 TITAN  := torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.16 docstring-parser==0.18.0 typeguard==4.6.0
 
-# libraries that tests meet and nothing here needs: without them those tests are skipped and say so. None may move torch
+# packages that single tests meet, installed aside (see tests/others.py); without them those tests are skipped and say so
 OTHERS := bitsandbytes==0.50.2 torchao==0.18.0 deepspeed==0.19.8 einops==0.8.2 hjson==3.1.0 msgpack==1.2.4 ninja==1.13.2 py-cpuinfo==9.0.0
 
 JOBS   ?= 4
@@ -34,10 +34,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PIP) --no-deps $(TITAN)
 	touch $@
 
-$(VENV)/.others: $(VENV)/.ready
-	DS_BUILD_OPS=0 $(PIP) --no-deps --no-build-isolation $(OTHERS) && touch $@ || echo "not installed: $(OTHERS)"
+$(VENV)/others/.ready: $(VENV)/.ready
+	DS_BUILD_OPS=0 $(PIP) --no-deps --no-build-isolation --upgrade --target $(VENV)/others $(OTHERS) && touch $@ || echo "not installed: $(OTHERS)"
 
-test: setup $(VENV)/.others
+test: setup $(VENV)/others/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 demo: setup

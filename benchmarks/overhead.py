@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nmsparse as nm
-from nmsparse.workbench.bench import commit
+from nmsparse.workbench.provenance import commit
 
 RESULTS = Path(__file__).parent / "results" / "overhead.jsonl"
 VOCABULARY = 256

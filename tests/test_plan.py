@@ -134,6 +134,14 @@ def test_layers_that_do_not_fit_say_so(times: Times) -> None:
     assert all("the hardware's layout" in str(reason) for reason in reasons(plan, "2").values())
 
 
+def test_pointwise_convolutions_are_planned_and_lazy_layers_left_out(times: Times) -> None:
+    layers = nn.Conv2d(64, 128, 1), nn.Conv2d(128, 64, 3), nn.LazyLinear(64), nn.Linear(64, 64)
+    plan = nm.plan(nn.Sequential(*layers), nm.STE("2:4"), tokens=64, targets="all")
+    assert set(plan.layers) == {"0", "3"}
+    assert reasons(plan)["output"] is None
+    assert set(plan.skipped) == {"1", "2"}
+
+
 def test_conv1d_and_linear_of_one_size_are_measured_apart(times: Times) -> None:
     from transformers.pytorch_utils import Conv1D
 

@@ -120,8 +120,18 @@ def test_layers_tied_after_their_conversion_are_refused() -> None:
     model = make_net()
     run = nm.sparsify_(model, nm.SRSTE("2:4"))
     model.blocks[1].up.weight = model.blocks[0].up.weight
-    with pytest.raises(ValueError, match=r"share one weight, tied after sparsify_"):
+    with pytest.raises(ValueError, match=r"^blocks\.0\.up and blocks\.1\.up share one weight, .*tied after sparsify_"):
         run.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_weight_tied_to_an_embedding_after_its_conversion_is_refused() -> None:
+    """``freeze_`` would prune the embedding."""
+    model = nn.ModuleDict({"tokens": nn.Embedding(32, 16), "up": nn.Linear(16, 32, bias=False), "head": nn.Linear(32, 4)})
+    run = nm.sparsify_(model, nm.STE("2:4"))
+    model["tokens"].weight = model["up"].weight
+    with pytest.raises(ValueError, match=r"^up and tokens share one weight, \(32, 16\), tied after sparsify_.*before sparsify_"):
+        run.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert run.optimizers == []
 
 
 def test_threads_of_data_parallel_are_refused() -> None:

@@ -108,6 +108,24 @@ def test_broken_gradient_stops_before_the_update_and_is_named(value: float) -> N
     assert run.step == 1
 
 
+class Recorded:
+    """Stands for an event on a GPU."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_a_checkpoint_that_is_loaded_takes_a_late_verdict_back() -> None:
+    """On a GPU the gradients of an update are judged one update later, which then need not be part of the run any more."""
+    model, optimizer, run = start("sr-ste", {})
+    train(model, optimizer, 1, make_data())
+    saved = run.state_dict()
+    run._clocks[0]._finite.pending = (["embed"], torch.tensor([True]), Recorded())
+    run.load_state_dict(saved)
+    train(model, optimizer, 1, make_data())
+    assert run.step == 2
+
+
 def test_finite_check_can_be_switched_off() -> None:
     model = make_net()
     run = nm.sparsify_(model, nm.STE("2:4"))

@@ -78,6 +78,8 @@ class StepClock:
         self._finite = FiniteCheck()
         self._hooks: list[Any] = []
         """Handles of the optimizer's hooks."""
+        self._may_be_stale = not shared.has_started
+        """The optimizer may hold moments from before the conversion."""
         self._is_checked = False
         """At its first update the optimizer was seen to update these layers."""
 
@@ -89,10 +91,15 @@ class StepClock:
         """Prepare the first update, and follow the optimizer from here on."""
         self._recipe.on_attach(self._update())
         self._set_time()
+        try:
+            self.pack()
+        except BaseException:
+            for layer in self.layers:
+                layer.layer.sparse = None
+            raise
         self._shared.clocks.append(self)
         for layer in self.layers:
             layer.layer.awaits_optimizer = False
-        self.pack()
         self._hooks = [
             self.optimizer.register_step_pre_hook(lambda _, args, kwargs: self._before_step(args, kwargs)),
             self.optimizer.register_step_post_hook(lambda *_: self._after_step()),
@@ -110,6 +117,9 @@ class StepClock:
     def set_to(self, step: int, memory: dict[str, Any]) -> None:
         """Continue from a saved update; the layers' own state is loaded beside it."""
         self.step = step
+        self._finite = FiniteCheck()  # what it holds is of an update that is taken back, as are these masks
+        self._masks.clear()
+        self._may_be_stale = False
         self.memory.clear()
         device = self.layers[0].parameter.device
         self.memory.update({key: copied(value, device) for key, value in memory.items()})
@@ -201,7 +211,7 @@ class StepClock:
         check_updated(self.optimizer, layers, self._recipe)
         attached = {layer.name for clock in shared.clocks for layer in clock.layers}
         check_left_out(self.optimizer, [layer for layer in shared.live_layers if layer.name not in attached])
-        if not shared.has_started:  # a run that goes on has loaded moments in the new order
+        if self._may_be_stale:  # a run that goes on has loaded moments in the new order
             check_moments(self.optimizer, shared.before_forward.permuted)
         if shared.before_forward.was_called:
             warn_of_bypass(layers)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nmsparse._update import LayerHandle
 from nmsparse.nn import Layer, Permuted
@@ -33,16 +33,22 @@ def check_shapes(layers: Sequence[LayerHandle]) -> None:
             )
 
 
-def check_untied(layers: Sequence[LayerHandle]) -> None:
-    """Layers that were given one weight after their conversion: each would add its decay to the one gradient."""
-    first: dict[int, str] = {}
+def check_untied(layers: Sequence[LayerHandle], model: nn.Module) -> None:
+    """Weights that another module got too after the conversion: two sparse layers would add their decay to one gradient, and
+    ``freeze_`` would prune an embedding."""
+    by_weight: dict[int, LayerHandle] = {}
     for layer in layers:
-        known = first.setdefault(id(layer.parameter), layer.name)
-        if known != layer.name:
-            raise ValueError(
-                f"{known} and {layer.name} share one weight, tied after sparsify_, so masks and decay would be applied twice: "
-                "tie them before sparsify_, which then leaves them dense, or exclude one of them."
-            )
+        by_weight.setdefault(id(layer.parameter), layer)
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            owner = by_weight.get(id(parameter))
+            if owner is not None and module is not owner.module:
+                other = name if key == "weight" else f"{name}.{key}"
+                raise ValueError(
+                    f"{owner.name} and {other} share one weight, {tuple(owner.shape)}, tied after sparsify_, so what is done to "
+                    "the one would be done to the other: tie them before sparsify_, which then leaves them dense, or exclude "
+                    "the layer."
+                )
 
 
 def check_not_captured(layers: Sequence[LayerHandle]) -> None:

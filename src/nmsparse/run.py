@@ -165,7 +165,7 @@ class Run:
                 "from model.parameters() after sparsify_, and after any wrapper that replaces parameters (fully_shard does). "
                 "DeepSpeed's ZeRO optimizers update flat copies: use fully_shard (FSDP2) or DDP instead."
             )
-        check_untied(layers)
+        check_untied(layers, self._model)
         for other in self._clocks:
             twice = next((layer.name for layer in layers if layer in other.layers), None)
             if twice is not None:
@@ -287,7 +287,6 @@ class Run:
         self._copy_layers(state)
         for clock in self._clocks:
             clock.pack()
-        self._hook.permuted.moves[:] = [(name, dim, copied(order)) for name, dim, order in state["permuted"]]
         self._shared.flips = {name: copied(rate) for name, rate in state.get("flips", {}).items()}
 
     @torch.no_grad()
@@ -309,6 +308,7 @@ class Run:
                 target.state[key].copy_(value)
 
     def _copy_layers(self, state: dict[str, Any]) -> None:
+        self._hook.permuted.moves[:] = [(name, dim, copied(order)) for name, dim, order in state["permuted"]]
         for name, saved in state["layers"].items():
             own = self._layers[name].state
             for key, value in saved.items():

@@ -308,6 +308,24 @@ def test_packed_weights_travel_in_hybrid_sharding(four_ranks: Ranks) -> None:
         check_same(plain, packed)
 
 
+def train_alone(rank: int, world: int) -> tuple[Any, Any]:
+    """Each rank holds all rows: FSDP2 then copies nothing but the first tensor that a weight would send."""
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))["shard"]
+    found = []
+    for is_packed in (False, True):
+        model, run = make_layers(("sr-ste", {"decay": 0.1}))
+        if is_packed:
+            compressed_all_gather(model)
+        fully_shard(model, mesh=mesh)
+        found.append(train(model, run, 0, 1, torch.float32))
+    return found[0], found[1]
+
+
+def test_one_rank_that_holds_everything_trains_as_without(two_ranks: Ranks) -> None:
+    for plain, packed in two_ranks.run(train_alone):
+        check_same(plain, packed)
+
+
 def test_prepared_model_is_the_same_model_before_it_is_sharded() -> None:
     model, _ = make_layers(("ste", {}))
     x, _ = batches(1, 0, torch.float32)[0]
@@ -321,6 +339,19 @@ def test_prepared_model_is_the_same_model_before_it_is_sharded() -> None:
     assert twin.up.weight.data_ptr() != model.up.weight.data_ptr()
     assert type(model.up.weight * 1) is Tensor
     assert model.double().up.weight.dtype == torch.float64
+
+
+def test_part_of_a_prepared_model_can_become_dense() -> None:
+    model, _ = make_layers(("ste", {}))
+    compressed_all_gather(model)
+    x, _ = batches(1, 0, torch.float32)[0]
+    nm.densify_(model.embed)
+    expected = copy.deepcopy(model)
+    nm.densify_(expected)
+    assert type(model.embed) is nn.Linear
+    assert not torch.equal(model(x), expected(x))
+    nm.densify_(model)
+    assert torch.equal(model(x), expected(x))
 
 
 def test_packed_parameters_are_plain_tensors_on_disk(tmp_path: Path) -> None:

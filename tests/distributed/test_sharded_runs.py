@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from ranks import RankError, Ranks
 from test_registry_sharded import Case, Layers, backward, batches, check_equal, results, start, train_alone, whole
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from toys import STEPS, make_optimizer
 
 import nmsparse as nm
-from nmsparse.functional import soft_threshold_scale, transposable_mask, violations
+from nmsparse.functional import _channels, soft_threshold_scale, transposable_mask, violations
 
 
 def converted(recipe: nm.Recipe, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Layers, nm.Run]:
@@ -279,6 +281,48 @@ def densify_permuted(rank: int, world: int) -> bool:
 
 def test_undoing_a_channel_permutation_of_a_sharded_model_is_exact(two_ranks: Ranks) -> None:
     assert two_ranks.run(densify_permuted) == [True, True]
+
+
+def search_out_of_time(rank: int, world: int) -> tuple[bool, list[torch.Tensor]]:
+    """Rank 1 is slow: its time is over after a few looks at the clock."""
+    torch.manual_seed(0)
+    model = Layers().double()
+    (x, _), looks = batches(1, 0)[0], itertools.count()
+    before = model(x)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(_channels, "monotonic", lambda: 0.0 if next(looks) < 2 else 1e9)
+        run = nm.sparsify_(model, nm.ASP("2:4", permute=True))
+    fully_shard(model)
+    together = Layers().double()
+    together.load_state_dict({name: whole(p) for name, p in model.named_parameters()})
+    return torch.allclose(together(x), before), [order for _, _, order in run._hook.permuted.moves]
+
+
+def test_all_ranks_take_one_order_of_channels(two_ranks: Ranks) -> None:
+    (is_same, orders), (_, others) = two_ranks.run(search_out_of_time)
+    assert is_same
+    assert orders
+    assert all(torch.equal(a, b) for a, b in zip(orders, others, strict=True))
+
+
+def freeze_replicated(rank: int, world: int) -> tuple[list[str], bool]:
+    model, run = converted(nm.STE("2:4"))
+    mesh = init_device_mesh("cpu", (world,))
+    replicate(model.embed, mesh=mesh)
+    replicate(model, mesh=mesh)
+    run.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    x, _ = batches(1, 0)[0]
+    output = model(x)
+    nm.freeze_(model)
+    model(x).sum().backward()
+    return [type(model.embed).__name__, type(model.down).__name__], torch.equal(model(x), output)
+
+
+def test_freezing_a_replicated_model_leaves_a_plain_replicated_model(two_ranks: Ranks) -> None:
+    for kinds, is_same in two_ranks.run(freeze_replicated):
+        assert kinds == ["ReplicateLinear", "Linear"]
+        assert is_same
 
 
 def stats_of_one(rank: int, world: int) -> float | None:

@@ -172,4 +172,4 @@ def test_the_time_limit_holds_while_pairs_are_scored(monkeypatch):
     order = F.channel_permutation(weight, "2:4", time_limit=6.0)
     assert len(scored) == 5
     assert sorted(order.tolist()) == list(range(32))
-    assert kept(weight[:, order]) >= kept(weight)
+    assert kept(weight[:, order]) > kept(weight)  # what was scored in time is applied

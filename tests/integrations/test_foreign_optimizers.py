@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from others import OTHERS
 from torch import Tensor
 from toys import make_data, make_net, train
 
@@ -17,6 +18,11 @@ import nmsparse as nm
 from nmsparse.functional import magnitude_mask
 
 Maker = Callable[[Any], Any]
+
+
+@pytest.fixture(autouse=True)
+def others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(OTHERS))
 
 
 def package(name: str) -> Any:

@@ -456,6 +456,17 @@ def test_what_fixes_the_order_leaves_every_bit(case: str) -> None:
     assert set(result.skipped) >= set(layers_of(model)) - {"attention.out_proj"}
 
 
+class Named(nn.Linear):
+    pass
+
+
+def test_layer_of_a_subclass_says_so() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), Named(32, 8))
+    result = permute_channels_(model, {"1": model[1]}, PATTERN)
+    assert result.skipped == {"1": "channels are not followed through Named, a subclass"}
+    assert not result.moves
+
+
 def test_layer_inside_a_module_that_is_not_opened_says_so() -> None:
     model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True))
     result = permuted(model)
@@ -616,6 +627,11 @@ def test_state_dict_of_a_permuted_model_loads_into_a_new_one() -> None:
     assert again(x).equal(model(x))
 
 
+def three_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
 class TestASP:
     """The recipe that uses it."""
 
@@ -721,3 +737,49 @@ class TestASP:
         nm.freeze_(model[2])
         nm.densify_(model)
         assert nm.functional.violations(model[2].weight, "2:4") == 0
+
+    def test_conversion_that_fails_puts_the_channels_back(self) -> None:
+        import nmsparse as nm
+
+        class Fails(nm.ASP):
+            def init_state(self, weight: Tensor, groups: int = 1) -> dict[str, Tensor]:
+                raise torch.OutOfMemoryError("no room for the mask")
+
+        model = three_layers()
+        before = snapshot(model)
+        with pytest.raises(torch.OutOfMemoryError):
+            nm.sparsify_(model, Fails("2:4", permute=True))
+        assert is_unchanged(model, before)
+
+    def test_moments_of_every_optimizer_are_looked_at(self) -> None:
+        import nmsparse as nm
+
+        def backward() -> None:
+            model(torch.randn(4, 16)).square().mean().backward()
+
+        model = three_layers()
+        stale = torch.optim.Adam([*model[2].parameters(), *model[4].parameters()])
+        backward()
+        stale.step()
+        run = nm.sparsify_(model, nm.ASP("2:4", permute=True), targets="all")
+        fresh = torch.optim.Adam(model[0].parameters())
+        run.attach(fresh)
+        run.attach(stale)
+        backward()
+        fresh.step()  # the run has started
+        with pytest.raises(RuntimeError, match=r"its channels were reordered .* Adam holds state .* from before"):
+            stale.step()
+
+    def test_layers_restored_without_an_optimizer_know_their_channels(self) -> None:
+        import nmsparse as nm
+
+        model = three_layers()
+        run = nm.sparsify_(model, nm.ASP("2:4", permute=True))
+        other = three_layers()
+        with torch.no_grad():
+            other[2].weight.copy_(other[2].weight.flip(1))  # so that its own search finds another order
+        again = nm.sparsify_(other, nm.ASP("2:4", permute=True))
+        other.load_state_dict(model.state_dict())
+        again.load_layers(run.state_dict())
+        nm.densify_(other)
+        assert is_unchanged(other, three_layers().state_dict())

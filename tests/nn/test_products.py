@@ -73,6 +73,35 @@ def test_dense_recipe_on_convolution_is_dense_bit_for_bit(options: dict[str, Any
     assert a[0].stride() == b[0].stride()
 
 
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ({}, {"padding": (1, 2)}),
+        ({}, {"padding": 1}),
+        ({"padding": 1}, {"padding": 0}),
+        ({"padding": 1}, {"padding": "valid"}),
+        ({"padding": 1}, {"padding": (2, 2), "dilation": (2, 2)}),
+        ({"padding": "same"}, {"dilation": 2}),
+        ({"padding": "same"}, {"padding": 1}),
+        ({}, {"padding": "same"}),
+        ({"kernel_size": 1}, {"padding": 1}),
+        ({"padding": 1}, {"stride": 2}),
+        ({"padding": 1, "padding_mode": "reflect"}, {"padding": 0}),
+    ],
+    ids=str,
+)
+def test_convolution_follows_what_is_set_after_its_construction(options: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Subclasses set ``padding`` in their constructor, and whoever dilates a network sets both; torch takes integers too."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(8, 8, **{"kernel_size": 3, **options})
+    for name, value in changes.items():
+        setattr(conv, name, value)
+    dense, sparse, _ = pair(conv, nm.STE("4:4"))
+    x = torch.randn(2, 8, 7, 6)
+    for found, expected in zip(gradients(sparse, x), gradients(dense, x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_convolution_of_a_single_image_works() -> None:
     torch.manual_seed(0)
     dense, sparse, _ = pair(nn.Conv2d(8, 4, 3), nm.Dense())

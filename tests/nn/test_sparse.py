@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from toys import CASES, case_id, make_optimizer
+from toys import CASES, assert_identical, case_id, make_optimizer
 
 import nmsparse as nm
 from nmsparse.kernels import _dispatch, _ops
@@ -430,6 +432,49 @@ def test_a_model_that_moves_after_attach_is_examined_again() -> None:
     assert run.products["up"]["output"] == "sparse"
 
 
+@pytest.fixture
+def swapped_parameters() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_weights_may_be_swapped_in_place(swapped_parameters: None) -> None:
+    """torch refuses to where anybody holds a reference to them."""
+    model, _, run = make(nm.STE("2:4"))
+    model.load_state_dict({key: value * 2 for key, value in model.state_dict().items()})
+    model.double()
+    assert model.up.weight.dtype == torch.float64
+    assert run.products["up"]["output"] == "sparse"
+
+
+def test_attach_that_fails_while_it_packs_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    run = nm.sparsify_(model, nm.Trio("2:4"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    kind, packed = importlib.import_module("nmsparse.nn._sparse").SparseProducts, []
+    pack = kind.pack
+
+    def out_of_memory(self: Any, *args: Any) -> None:
+        pack(self, *args)
+        packed.append(self)
+        if len(packed) == 2:
+            raise torch.OutOfMemoryError("no room for the third")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "pack", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            run.attach(optimizer, total_steps=STEPS)
+    assert run.optimizers == []
+    assert all(handle.layer.sparse is None for handle in run._layers.values())
+    with pytest.raises(RuntimeError, match="was sparsified with trio"):
+        model(data()[0])
+    run.attach(optimizer, total_steps=STEPS)
+    train(model, optimizer, 1)
+    assert run.step == 1
+
+
 def test_bi_mask_attaches_to_a_model_with_1x1_convolutions() -> None:
     model = nn.Sequential(nn.Conv2d(64, 64, 1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1))
     run = nm.sparsify_(model, nm.BiMask("2:4"), targets="all")
@@ -485,6 +530,21 @@ def test_a_backward_pass_uses_the_weight_of_its_own_forward_pass(name: str) -> N
 def test_a_recipe_that_cannot_pack_again_in_the_backward_pass_says_so() -> None:
     with pytest.raises(RuntimeError, match="met another weight than the one packed last"):
         gradients(nm.BiMask("2:4"), True)
+
+
+def test_saved_tensors_may_lie_elsewhere_until_the_backward_pass() -> None:
+    """``torch.autograd.graph.save_on_cpu`` brings them back to the GPU at another address, the weight with them."""
+    found = []
+    for is_offloaded in (False, True):
+        model, _, run = make(nm.BiMask("2:4"))
+        assert run.products["up"]["grad_input"] == "sparse"
+        x, y = data()
+        keep = torch.Tensor.clone if is_offloaded else torch.Tensor.detach
+        with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept):
+            loss = (model(x).float() - y).square().mean()
+        loss.backward()
+        found.append({key: parameter.grad for key, parameter in model.named_parameters()})
+    assert_identical(*found)
 
 
 def test_another_weight_at_the_same_address_is_noticed() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -180,6 +180,29 @@ def test_subclass_without_a_forward_of_its_own_is_sparse_and_stays_what_it_is(tm
     nm.densify_(model)
     assert (type(model[0]), type(model[2])) == (NamedConv, Named)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+class Registered(nn.Linear):
+    """A class that keeps a list of its subclasses and wants a key for each."""
+
+    known: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, *, key: str, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        Registered.known[key] = cls
+
+
+class Plain(Registered, key="plain"):
+    pass
+
+
+def test_what_a_class_demands_of_its_subclasses_is_not_for_ours() -> None:
+    model = nn.Sequential(Plain(8, 8), nn.Linear(8, 4))
+    assert converted(model) == ["0"]
+    assert isinstance(model[0], Plain)
+    assert Registered.known == {"plain": Plain}
+    nm.densify_(model)
+    assert type(model[0]) is Plain
 
 
 def test_lazy_layer_stays_dense_and_says_why() -> None:

@@ -53,7 +53,7 @@ def test_weights_without_a_gradient_count_as_unchanged():
     """Experts that no token reached: the mean runs over them too."""
     grad, variance = draw(0)
     full = value("arithmetic", (grad, variance, 0.9))
-    with_idle = AutoSwitch("arithmetic", 1e-8, 10).sample([(grad, variance, 0.9)], idle=3 * grad.numel())
+    with_idle = AutoSwitch("arithmetic", 1e-8, 10).sample([(grad, variance, 0.9), *3 * [(variance, variance, 1.0)]])
     assert float(with_idle) == pytest.approx(full / 4)
 
 

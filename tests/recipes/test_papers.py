@@ -311,6 +311,14 @@ class TestMaskDecay:
         assert set(factors[701:]) == {0.0}
         assert factors == sorted(factors, reverse=True)
 
+    def test_phases_end_exactly_where_their_shares_say(self) -> None:
+        """0.55 * 100 is above 55 in floating point, and so is (1 - 0.45) * 100."""
+        late = nm.MaskDecay("2:4", dense=0.55)
+        assert [late.factor(Clock(step, 100)) for step in (54, 55)] == [1.0, 1.0]
+        assert late.factor(Clock(56, 100)) < 1
+        early = nm.MaskDecay("2:4", dense=0.0, fixed=0.45, reach=0.55)
+        assert [early.factor(Clock(step, 100)) > 0 for step in (54, 55)] == [True, False]
+
     def test_scaled_gradient_fades_for_pruned_weights_only(self) -> None:
         weight = torch.tensor([[4.0, 3.0, 2.0, 1.0]])
         recipe = nm.MaskDecay("2:4", pruned_grad="scaled")
@@ -367,6 +375,12 @@ class TestStructureDecay:
             counts.append(int(recipe.mask(weight, {"progress": progress}).sum()))
         switches = [0, *(epoch for epoch in range(1, 350) if counts[epoch] != counts[epoch - 1])]
         assert switches == epochs
+
+    def test_phases_end_exactly_where_their_shares_say(self) -> None:
+        late = nm.StructureDecay("2:4", dense=0.55)
+        assert [late.progress(Clock(step, 100)) for step in (54, 55)] == [-1.0, 0.0]
+        early = nm.StructureDecay("2:4", dense=0.0, fixed=0.45)
+        assert [early.progress(Clock(step, 100)) == 1 for step in (54, 55)] == [False, True]
 
     def test_density_of_each_stage_is_seen_by_the_forward_pass(self) -> None:
         model = nn.Linear(64, 8)

@@ -214,6 +214,16 @@ def test_a_variance_that_never_settles_switches_right_after_the_latest_step_and_
     ]
 
 
+def test_the_latest_step_is_counted_exactly(monkeypatch):
+    """0.29 * 100 is below 29 in floating point."""
+    always(monkeypatch, math.inf)
+    model, optimizer, run = make_run(nm.STEP("2:4", latest=0.29), 100)
+    train(model, optimizer, range(29))
+    assert switched_at(run) is None
+    train(model, optimizer, range(29, 30))
+    assert switched_at(run) == 30
+
+
 @pytest.mark.parametrize(("beta2", "window"), [(0.5, 2), (0.9, 10), (0.95, 20)])
 def test_no_automatic_switch_before_the_window_is_full(monkeypatch, beta2, window):
     always(monkeypatch, 0.0)
@@ -492,6 +502,23 @@ def test_a_new_clock_begins_with_a_dense_phase() -> None:
     assert again.is_frozen(model[0].weight)
 
 
+def test_a_new_clock_on_a_frozen_variance_is_told() -> None:
+    """Its dense phase would not be Adam's; a run that goes on may have the optimizer that it had."""
+    whole, its_optimizer, _ = make_run(nm.STEP("2:4", switch=3))
+    train(whole, its_optimizer, range(STEPS))
+    model, optimizer, run = make_run(nm.STEP("2:4", switch=3))
+    train(model, optimizer, range(5))
+    saved, before = copy.deepcopy([run.state_dict(), model.state_dict()])
+    run.detach(optimizer)
+    run.attach(optimizer, STEPS)
+    with pytest.raises(RuntimeError, match=r"^0: step begins with a dense phase.* has frozen.* call run\.load_state_dict"):
+        train(model, optimizer, range(5, 6))
+    assert_identical(model.state_dict(), before)
+    run.load_state_dict(saved)
+    train(model, optimizer, range(5, STEPS))
+    assert_identical(model.state_dict(), whole.state_dict())
+
+
 def test_layers_without_a_gradient_make_the_change_of_the_variance_smaller() -> None:
     """AutoSwitch takes the mean over all sparse weights, those of an idle expert as well."""
     found = []
@@ -505,3 +532,22 @@ def test_layers_without_a_gradient_make_the_change_of_the_variance_smaller() -> 
         grads = [model[i].weight.grad for i in (0, 2) if model[i].weight.grad is not None]
         assert found[-1] == pytest.approx(sum(0.001 * float(grad.square().sum()) for grad in grads), rel=1e-4)
     assert found[1] < found[0]
+
+
+@pytest.mark.parametrize("statistic", ["relative", "staleness"])
+def test_the_variance_of_idle_layers_counts_in_every_norm(statistic: str) -> None:
+    """Left out of one sample and not of the next, it would look like a change."""
+
+    def variances() -> Tensor:
+        return torch.cat([optimizer.state[model[i].weight]["exp_avg_sq"].flatten().clone() for i in (0, 2)])
+
+    model, optimizer, run = make_run(nm.STEP("2:4", statistic=statistic), total_steps=100, betas=(0.9, 0.5))
+    train(model, optimizer, range(3))
+    before = variances()
+    optimizer.zero_grad()
+    loss_of(model, 3).backward()
+    model[2].weight.grad = None
+    optimizer.step()
+    after = variances()
+    expected = after.sum() if statistic == "staleness" else (after.norm() - before.norm()).abs() / before.norm()
+    assert run.stats()["total"]["switch_statistic"] == pytest.approx(float(expected), rel=1e-4)

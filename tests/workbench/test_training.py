@@ -23,6 +23,7 @@ from nmsparse.workbench.records import RunRecord
 from nmsparse.workbench.training import CheckpointError, Checkpoints, DivergenceError, TrainConfig, make_model, open_task, train
 from nmsparse.workbench.training import _checkpoints as checkpoint_module
 from nmsparse.workbench.training import _loop as loop_module
+from nmsparse.workbench.training.__main__ import shapes_of
 from nmsparse.workbench.training._build import compile_, locked
 from nmsparse.workbench.training._order import Order, learning_rate
 from nmsparse.workbench.training._telemetry import moments_of
@@ -362,6 +363,23 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_the_last_good_checkpoint(t
     assert newest is not None
     saved = load_file(newest / "model.safetensors")
     assert all(bool(torch.isfinite(tensor).all()) for tensor in saved.values())
+
+
+def test_a_run_that_its_last_update_spoils_has_diverged(tmp_path: Path) -> None:
+    """No loss comes after it; the validation is what tells."""
+    with pytest.raises(DivergenceError, match="after update 1"):
+        train(tiny(lr=1e30, warmup=0.0, clip=0.0, recipe="dense", steps=1, save=False), tmp_path / "run")
+    record = RunRecord(tmp_path / "run")
+    assert record.result is not None
+    assert record.result["status"] == "diverged"
+
+
+def test_runs_of_one_shape_share_compiled_code_but_not_on_sparse_tensor_cores() -> None:
+    first = tiny(recipe="s-ste", emulate=True)
+    assert shapes_of(first) == shapes_of(replace(first, recipe="dense", seed=3, lr=1.0))
+    assert shapes_of(first) != shapes_of(replace(first, batch=2 * first.batch))
+    alone = replace(first, emulate=False)
+    assert shapes_of(alone) != shapes_of(alone)
 
 
 # ---- settings ----

@@ -87,9 +87,9 @@ def _descend(magnitude: Tensor, order: Tensor, pattern: Pattern, deadline: float
     pairs = torch.combinations(torch.arange(len(stripes), device=order.device))
     gain, split = _score(magnitude, stripes, pairs, pattern, deadline)
     floor = WORTHWHILE * float(magnitude.sum())
-    while monotonic() < deadline:
+    while True:
         touched = _apply_best(stripes, pairs, gain, split, floor, pattern.m)
-        if not touched.any():
+        if not touched.any() or monotonic() >= deadline:  # what was scored in time is applied
             break
         stale = touched[pairs].any(1)
         gain[stale], split[stale] = _score(magnitude, stripes, pairs[stale], pattern, deadline)

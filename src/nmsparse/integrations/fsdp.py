@@ -248,6 +248,8 @@ class PackedShard(Tensor):
         """FSDP2 takes a shard without these two attributes for an ordinary tensor."""
         if not self.courier.is_needed:
             raise AttributeError(f"{self.courier.name} is not sparse any more, so its weight travels whole.")
+        if self.padded_rows == self.courier.shape[0]:  # FSDP2's short cut for one rank copies the first of several tensors only
+            raise AttributeError(f"{self.courier.name}.weight is whole on every rank, so nothing travels.")
 
     def _receive(
         self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
@@ -300,7 +302,7 @@ class _TravelsWhole(RemovedWithSparsity):
 
     def _tell_replaced(self, model: nn.Module) -> None:
         """Whoever fills a sharded model by new parameters takes the tensors away that pack."""
-        ours = {id(layer): layer._nmsparse.name for layer in self.layers}
+        ours = {id(layer): layer._nmsparse.name for layer in self.layers if isinstance(layer, SparseMixin)}
         params = [param for param in _fsdp_params(model) if param._module_info.param_name == "weight"]
         lost = [name for p in params if (name := ours.get(id(p._module_info.module))) and not _is_packed(p)]
         if lost:

@@ -79,7 +79,11 @@ def convert_(
         skipped.update({f"{name} (permutation)": why for name, why in permuted.skipped.items()})
         for layer in records.values():
             layer.permuted = permuted
-    _init_states(records, selection.layers)
+    try:
+        _init_states(records, selection.layers)
+    except BaseException:
+        permuted.undo_()
+        raise
     return _swap(model, records, selection.layers), skipped, permuted
 
 
@@ -170,7 +174,7 @@ def layer_sizes(module: nn.Module) -> tuple[int, int, bool, torch.device, torch.
     """Of a layer that is one matrix product: O, I, whether its weight is stored (I, O), where, and in which type."""
     kind = sparse_class(type(module))
     weight = module._parameters.get("weight")
-    if kind is None or weight is None or not cast(Any, kind).multiplies_matrices.fget(module):
+    if kind is None or weight is None or nn.parameter.is_lazy(weight) or not cast(Any, kind).multiplies_matrices.fget(module):
         return None
     view = _view(module, weight)
     return view.shape[0], view.shape[-1], view.stride(-1) != 1 and weight.ndim == 2, weight.device, weight.dtype
@@ -242,11 +246,12 @@ def reshard(model: nn.Module) -> None:
 
 
 def _without_sparsity(kind: type[nn.Module]) -> type[nn.Module]:
-    """The plain class; ``fully_shard`` puts a class of its own in front of it, which stays."""
-    dense, front = dense_class(kind), kind.__mro__[1]
-    if front.__name__ != "FSDPModule":
+    """The plain class; ``fully_shard`` and ``replicate`` put a class of their own in front of it, which stays."""
+    dense, (front, *_) = dense_class(kind), kind.__bases__
+    if not any(base.__name__ == "FSDPModule" for base in front.__mro__):
         return dense
-    return type(f"FSDP{dense.__name__}", (front, dense), {"__deepcopy__": kind.__dict__["__deepcopy__"]})
+    name = kind.__name__.removesuffix(kind.__bases__[-1].__name__) + dense.__name__
+    return type(name, (front, dense), {"__deepcopy__": kind.__dict__["__deepcopy__"]})
 
 
 def _strip(model: nn.Module) -> list[RemovedWithSparsity]:

@@ -68,6 +68,11 @@ class Layer:
         if self.sparse is not None and self.sparse.is_active:
             self.sparse.pack(weight, self.recipe, self.state)
 
+    def forget_weight(self) -> None:
+        """Before torch may swap the weight for another tensor, which it refuses where anybody holds a reference to it."""
+        if self.sparse is not None:
+            self.sparse.packed_weight = None
+
     def refresh_if_stale(self, weight: Tensor) -> None:
         if self.sparse is not None and self.sparse.is_active and not self.sparse.is_fresh(weight):
             self.refresh(weight)

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from nmsparse.kernels import ACTIVATIONS, activate, activation_backward
 from nmsparse.nn._modules import SparseConv2d, SparseMixin, prepare_call
-from nmsparse.nn._products import LinearCall, serving, snapshot, unflattened
+from nmsparse.nn._products import LinearCall, call_of, serving, snapshot, unflattened
 
 
 def fused_mlp(x: Tensor, *, up: nn.Module, down: nn.Module, gate: nn.Module | None = None, activation: str) -> Tensor:
@@ -72,7 +72,7 @@ def _packs_gradient(module: Any, dtype: torch.dtype) -> bool:
 
 
 def _call(module: Any, dtype: torch.dtype) -> LinearCall:
-    return LinearCall(module._nmsparse, True, module.is_transposed, serving(module._nmsparse, True, dtype))
+    return call_of(module._nmsparse, True, module.is_transposed, dtype)
 
 
 class MlpProducts(torch.autograd.Function):

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.utils import _pair
 
 from nmsparse.nn._conv1d import is_hf_conv1d
 from nmsparse.nn._layer import Layer
@@ -38,6 +39,7 @@ class SparseMixin:
         return True
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._nmsparse.forget_weight()
         super()._load_from_state_dict(*args, **kwargs)  # pyrefly: ignore
         self._nmsparse.to(self.weight.device)  # assign=True puts in another tensor
         self._nmsparse.refresh(self.weight)
@@ -50,6 +52,7 @@ class SparseMixin:
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        self._nmsparse.forget_weight()
         module = super()._apply(fn, recurse)  # pyrefly: ignore
         self._nmsparse.to(self.weight.device)
         return cast(nn.Module, module)
@@ -155,6 +158,21 @@ def _linear(module: Any, input: Tensor) -> Tensor:
     return _apply_products(LinearProducts, module._nmsparse, module.training, module.is_transposed, x, module.weight, bias, dtype)
 
 
+def _pad_sizes(conv: nn.Conv2d) -> tuple[int, ...]:
+    """Left, right, top, bottom, as torch pads. Zeros follow ``padding`` as it is now, which subclasses and whoever dilates a
+    network set after construction; every other mode keeps what the constructor made of it."""
+    if conv.padding_mode != "zeros":
+        return tuple(conv._reversed_padding_repeated_twice)
+    if conv.padding == "valid":
+        return 0, 0, 0, 0
+    if conv.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(_pair(conv.dilation), conv.kernel_size, strict=True)]
+        (top, bottom), (left, right) = [(total // 2, total - total // 2) for total in totals]
+        return left, right, top, bottom
+    rows, columns = _pair(conv.padding)
+    return columns, columns, rows, rows
+
+
 class SparseConv2d(SparseMixin, nn.Conv2d):
     """``nn.Conv2d`` whose products follow a recipe; groups of weights run along its input channels."""
 
@@ -164,7 +182,7 @@ class SparseConv2d(SparseMixin, nn.Conv2d):
     @property
     def multiplies_matrices(self) -> bool:
         pointwise = self.kernel_size == (1, 1) and self.stride == (1, 1) and self.groups == 1
-        return pointwise and self._pad_sizes() == (0, 0, 0, 0)
+        return pointwise and _pad_sizes(self) == (0, 0, 0, 0)
 
     def forward(self, input: Tensor) -> Tensor:
         _begin_call(self)
@@ -181,18 +199,13 @@ class SparseConv2d(SparseMixin, nn.Conv2d):
                 return y.permute(0, 3, 1, 2)
         is_single = x.ndim == 3
         x, padding = self._pad(x.unsqueeze(0) if is_single else x)
-        geometry = (self.stride, padding, self.dilation, self.groups)
+        geometry = (_pair(self.stride), padding, _pair(self.dilation), self.groups)
         y = _apply_products(ConvProducts, self._nmsparse, self.training, geometry, x, self.weight, bias, dtype)
         return y.squeeze(0) if is_single else y
 
-    def _pad_sizes(self) -> tuple[int, ...]:
-        return (0, 0, 0, 0) if self.padding == "valid" else tuple(self._reversed_padding_repeated_twice)
-
     def _pad(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """Padding as two symmetric numbers of zeros; anything else is applied to the input."""
-        if self.padding == "valid":
-            return x, (0, 0)
-        left, right, top, bottom = self._pad_sizes()
+        left, right, top, bottom = _pad_sizes(self)
         if self.padding_mode == "zeros" and left == right and top == bottom:
             return x, (top, left)
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
@@ -220,11 +233,18 @@ def _sparse_conv1d(base: type[nn.Module]) -> type[nn.Module]:
     )
 
 
+class _Unannounced:
+    """First base of a class made on demand: what somebody's class does to its subclasses (a registry, say) is not for ours."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
 @cache
 def _sparse_subclass(kind: type[nn.Module], sparse: type[nn.Module]) -> type[nn.Module]:
     """For somebody's subclass that leaves the forward as torch has it."""
     contents = {"__module__": "nmsparse.nn", "__doc__": sparse.__doc__, "__reduce_ex__": reduced_by(sparse_class)}
-    return type(f"Sparse{kind.__name__}", (sparse, kind), contents)
+    return type(f"Sparse{kind.__name__}", (_Unannounced, sparse, kind), contents)
 
 
 def reduced_by(make: Callable[[type[nn.Module]], type[nn.Module] | None]) -> Callable[[nn.Module, Any], Any]:

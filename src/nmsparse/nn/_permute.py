@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from nmsparse.functional import channel_permutation, magnitude_mask
 from nmsparse.nn._axes import Axis, Channels, Walk, conv_groups, graphs_of, weight_dims
-from nmsparse.nn._sharded import is_sharded, spread, whole
+from nmsparse.nn._sharded import is_sharded, ranks, spread, whole
 from nmsparse.pattern import Pattern
 
 WORTH_A_SEARCH = 1e-3
@@ -79,9 +79,22 @@ def permute_channels_(
         return Permuted(dict.fromkeys(layers, f"forward does not use {unseen}, so another method may read any channel"))
     readers, skipped = _readers(walk, layers, pattern.m)
     orders = {axis: _order(axis, places, pattern, escapes, time_limit) for axis, places in readers.items() if not axis.frozen}
+    orders = _of_first_rank(model, orders)
     orders = {axis: order for axis, order in orders.items() if not order.equal(torch.arange(axis.size))}
     skipped |= _unmoved(readers, orders)
     return Permuted(skipped, _apply_(walk, orders), model)
+
+
+def _of_first_rank(model: nn.Module, orders: dict[Axis, Tensor]) -> dict[Axis, Tensor]:
+    """One order on all ranks that hold this model: a search that is out of time ends elsewhere on each of them, and FSDP2 would
+    put shards of differently ordered weights together."""
+    if ranks() == 1 or not orders:
+        return orders
+    own = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    found: list[Any] = [None] * ranks()
+    torch.distributed.all_gather_object(found, (own, list(orders.values())))
+    first = next(theirs for names, theirs in found if names == own)
+    return dict(zip(orders, first, strict=True))
 
 
 _Readers = dict[Axis, list[tuple[str, nn.Module, int]]]
@@ -96,7 +109,8 @@ def _readers(walk: Walk, layers: Mapping[str, nn.Module], m: int) -> tuple[_Read
         dims = weight_dims(module)
         value = walk.places.get((name, "weight", dims[1])) if dims else None
         if not isinstance(value, Channels):
-            skipped[name] = _order_is_fixed(value) if value else "forward does not call it by itself"
+            kind = f"channels are not followed through {type(module).__name__}, a subclass"
+            skipped[name] = _order_is_fixed(value) if value else "forward does not call it by itself" if dims else kind
             continue
         for start, axis in value.spans():
             readers.setdefault(axis, []).append((name, module, start))

@@ -69,6 +69,12 @@ def serving(layer: Layer, training: bool, dtype: torch.dtype) -> SparseProducts 
     return layer.sparse if training and layer.sparse is not None and layer.sparse.serves(dtype) else None
 
 
+def call_of(layer: Layer, training: bool, is_transposed: bool, dtype: torch.dtype) -> LinearCall:
+    sparse = serving(layer, training, dtype)
+    is_checked = sparse is not None and not torch.compiler.is_compiling()
+    return LinearCall(layer, training, is_transposed, sparse, sparse.packed_from if is_checked else None)
+
+
 def unflattened(y: Tensor, x: Tensor) -> Tensor:
     """A (T, O) result with the leading dims of the input.
 
@@ -87,6 +93,8 @@ class LinearCall:
     training: bool
     is_transposed: bool
     sparse: SparseProducts | None
+    packed_from: tuple[int, int] | None = None
+    """The weight that was packed when this call began; None in a compiled graph, which holds no check."""
 
     def _view(self, matrix: Tensor) -> Tensor:
         """A weight as (O, I), or back as it is stored."""
@@ -116,7 +124,7 @@ class LinearCall:
         needed for the weight's only."""
         grad_x = None
         if self.sparse is not None:
-            packed, grad_x = _sparse_gradients(self.sparse, self.layer, grad, weight, counter, want_x, want_w)
+            packed, grad_x = _sparse_gradients(self, grad, weight, counter, want_x, want_w)
             tokens = packed if tokens is None else tokens
         if want_x and grad_x is None:
             grad_x = self._emulated_grad_input(grad, weight, counter)
@@ -156,7 +164,7 @@ class LinearProducts(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         counter = snapshot(layer)
-        call = ctx.call = LinearCall(layer, training, is_transposed, serving(layer, training, dtype))
+        call = ctx.call = call_of(layer, training, is_transposed, dtype)
         ctx.has_bias = bias is not None
         ctx.save_for_backward(*((x, weight) if counter is None else (x, weight, counter)))
         return unflattened(call.output(x.reshape(-1, x.shape[-1]), weight, bias, dtype), x)
@@ -174,15 +182,16 @@ class LinearProducts(torch.autograd.Function):
 
 
 def _sparse_gradients(
-    sparse: SparseProducts, layer: Layer, grad: Tensor, weight: Tensor, counter: Tensor | None, want_x: bool, want_w: bool
+    call: LinearCall, grad: Tensor, weight: Tensor, counter: Tensor | None, want_x: bool, want_w: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """G packed for `grad_weight`, and the gradient of the input; None for what does not run on sparse tensor cores."""
-    recipe, state = layer.recipe, layer.state
+    sparse, recipe, state = call.sparse, call.layer.recipe, call.layer.state
+    assert sparse is not None, "asked by the caller"
     tokens, channels, factor = sparse.pack_gradient(recipe, grad, state, counter, want_x, want_w)
     if channels is not None:
         return tokens, sparse.multiply_channels(channels, factor, weight.to(grad.dtype), grad.shape[0])
     if want_x and sparse.grad_input and not recipe.prunes_channels:
-        return tokens, sparse.multiply_backward(grad, weight, recipe, state)
+        return tokens, sparse.multiply_backward(grad, weight, recipe, state, call.packed_from)
     return tokens, None
 
 

@@ -173,17 +173,19 @@ class SparseProducts:
         out_features, in_features = sizes
         return sparse_matmul(self.copies[OUTPUT], x, bias, out_features, in_features, self.is_transposed, True, True)
 
-    def multiply_backward(self, grad: Tensor, weight: Tensor, recipe: Recipe, state: State) -> Tensor:
-        """dX = G Wb."""
+    def multiply_backward(
+        self, grad: Tensor, weight: Tensor, recipe: Recipe, state: State, packed_from: tuple[int, int] | None
+    ) -> Tensor:
+        """dX = G Wb. ``packed_from`` is what was packed when the forward pass began: ``weight`` itself may come from elsewhere
+        (``torch.autograd.graph.save_on_cpu``)."""
         out_features, in_features = weight.shape[::-1] if self.is_transposed else weight.shape
         order = recipe.row_order(state)
         rows = grad if order is None else grad.index_select(1, order)
-        copy = self._backward_copy(weight, recipe, state)
+        copy = self._backward_copy(weight, recipe, state, packed_from)
         return sparse_matmul(copy, rows, None, in_features, out_features, not self.is_transposed, True, True)
 
-    def _backward_copy(self, weight: Tensor, recipe: Recipe, state: State) -> Tensor:
-        is_kept = not self.packs_late
-        if is_kept and (torch.compiler.is_compiling() or self.packed_from == (weight.data_ptr(), weight._version)):
+    def _backward_copy(self, weight: Tensor, recipe: Recipe, state: State, packed_from: tuple[int, int] | None) -> Tensor:
+        if not self.packs_late and packed_from in (None, self.packed_from):
             return self.copies[GRAD_INPUT]
         if recipe.packing is None or recipe.row_order(state) is not None:
             raise RuntimeError(

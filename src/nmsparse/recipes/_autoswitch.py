@@ -34,18 +34,18 @@ class AutoSwitch:
     threshold: float
     window: int
 
-    def sample(self, moments: Iterable[tuple[Tensor, Tensor, float]], idle: int = 0) -> Tensor:
-        """One value of the statistic (fp32, 0-d) from (gradient, v before the update, beta2) of each layer.
-
-        ``idle`` entries are in layers without a gradient (experts, for instance), whose v does not change.
-        """
+    def sample(self, moments: Iterable[tuple[Tensor, Tensor, float]]) -> Tensor:
+        """One value of the statistic (fp32, 0-d) from (gradient, v before the update, beta2) of each layer; beta2 = 1 where v
+        does not change."""
         parts = [_layer_sums(g, v, beta2) for g, v, beta2 in moments]
-        sums = torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
-        if hasattr(sums, "full_tensor"):  # sharded weights: sum over ranks, so that all of them decide alike
-            sums = sums.full_tensor()
+        kinds = [[part for part in parts if hasattr(part, "full_tensor") is is_sharded] for is_sharded in (True, False)]
+        totals = [torch.stack([part.to(kind[0].device) for part in kind]).sum(0) for kind in kinds if kind]
+        # sharded weights: sum over ranks, so that all of them decide alike
+        totals = [total.full_tensor() if hasattr(total, "full_tensor") else total for total in totals]
+        sums = torch.stack([total.to(totals[0].device) for total in totals]).sum(0)
         change, log_change, moved, count, before_sq, after_sq, after_l1 = sums.unbind()
         if self.statistic == "arithmetic":
-            return (change / (count + idle)).float()
+            return (change / count).float()
         if self.statistic == "geometric":  # entries without change are left out: one of them would make it zero
             return torch.where(moved > 0, torch.exp(log_change / moved.clamp(min=1)), 0).float()
         if self.statistic == "relative":

@@ -347,8 +347,13 @@ def fraction_or_step(value: float, clock: Clock) -> float:
 
 
 def share_of(share: float, clock: Clock) -> float:
-    """So many updates; a little less, because 0.55 * 20 is above 11 in floating point and update 11 would be missed."""
+    """So many updates; a little less, because 0.55 * 100 is above 11 in floating point and update 11 would be missed."""
     return (share - ROUNDING) * clock.total
+
+
+def is_past(share: float, clock: Clock) -> bool:
+    """More than so many updates; 0.29 * 100 is below 29 in floating point, and update 29 would be past it."""
+    return clock.step > (share + ROUNDING) * clock.total
 
 
 def scalar(value: float, device: torch.device) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nmsparse.recipes._base import Clock
+from nmsparse.recipes._base import Clock, share_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Phases:
         return (1 - self.fixed) * clock.total
 
     def is_dense(self, clock: Clock) -> bool:
-        return clock.step < self.start(clock)
+        return clock.step < share_of(self.dense, clock)
 
     def is_final(self, clock: Clock) -> bool:
-        return clock.step >= self.end(clock)
+        return clock.step >= share_of(1 - self.fixed, clock)

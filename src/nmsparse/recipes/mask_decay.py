@@ -100,7 +100,7 @@ class MaskDecay(Recipe):
             return 1.0
         if phases.is_final(clock):
             return 0.0
-        elapsed = clock.step - phases.start(clock)
+        elapsed = max(0.0, clock.step - phases.start(clock))
         span = self.reach * clock.total - phases.start(clock)
         if self.shape == "linear":
             factor = 1 - (self.rate or 1 / span) * elapsed

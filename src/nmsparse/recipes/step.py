@@ -30,6 +30,7 @@ from nmsparse.recipes._base import (
     Update,
     check_decay,
     fraction_or_step,
+    is_past,
     masked,
     scalar,
 )
@@ -116,11 +117,11 @@ class STEP(Recipe):
     def before_update(self, update: Update) -> None:
         if update.memory.get("switched_at") is not None:
             update.decay_pruned(self.decay)
-        elif self.switch == "auto":
-            rule, moments = self._rule(update), _moments(update)
-            if moments:
-                idle = sum(layer.parameter.numel() for layer in update.layers if layer.parameter.grad is None)
-                rule.record(update.memory, rule.sample(moments, idle))
+            return
+        _check_not_frozen(update)
+        if self.switch == "auto" and any(layer.parameter.grad is not None for layer in update.layers):
+            rule = self._rule(update)
+            rule.record(update.memory, rule.sample(_moments(update)))
 
     def after_update(self, update: Update) -> None:
         if update.memory.get("switched_at") is None:
@@ -149,14 +150,14 @@ class STEP(Recipe):
         clock: Clock = update.clock
         if self.switch != "auto":
             return clock.step >= fraction_or_step(self.switch, clock)
-        if clock.step > self.latest * clock.total:
+        if is_past(self.latest, clock):
             logger.warning(
                 "step: AutoSwitch did not settle by update %d (latest = %g) and switches now; consider a fixed switch.",
                 clock.step,
                 self.latest,
             )
             return True
-        return clock.step > self.earliest * clock.total and self._rule(update).has_settled(update.memory)
+        return is_past(self.earliest, clock) and self._rule(update).has_settled(update.memory)
 
     def _rule(self, update: Update) -> AutoSwitch:
         group = _group_of(update.optimizer, update.layers[0].parameter)
@@ -168,13 +169,24 @@ def _group_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, 
     return next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
 
 
+def _check_not_frozen(update: Update) -> None:
+    """A second clock on the optimizer of an earlier one: phase 1 is Adam, whose variance moves."""
+    optimizer: Any = update.optimizer
+    frozen = next((layer.name for layer in update.layers if optimizer.is_frozen(layer.parameter)), None)
+    if frozen is not None:
+        raise RuntimeError(
+            f"{frozen}: step begins with a dense phase that estimates Adam's variance, and this {type(optimizer).__name__} holds "
+            "one that an earlier run has frozen. Make a new optimizer; to go on with the earlier run, call run.load_state_dict."
+        )
+
+
 def _moments(update: Update) -> list[tuple[Tensor, Tensor, float]]:
+    """Gradient, v and beta2 of all sparse weights; beta2 = 1 where there is no gradient, because v then stays as it is."""
     moments = []
     for layer in update.layers:
-        grad = layer.gradient()
-        if grad is None:
-            continue
-        variance = update.optimizer.state.get(layer.parameter, {}).get("exp_avg_sq")
-        before = torch.zeros_like(grad) if variance is None else layer.view(variance).float()
-        moments.append((grad, before, _group_of(update.optimizer, layer.parameter)["betas"][1]))
+        grad, parameter = layer.gradient(), layer.parameter
+        variance = update.optimizer.state.get(parameter, {}).get("exp_avg_sq")
+        before = layer.view(torch.zeros_like(parameter) if variance is None else variance).float()
+        beta2 = 1.0 if grad is None else _group_of(update.optimizer, parameter)["betas"][1]
+        moments.append((before if grad is None else grad, before, beta2))
     return moments

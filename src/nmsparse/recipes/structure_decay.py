@@ -162,7 +162,7 @@ class StructureDecay(Recipe):
             return -1.0
         if phases.is_final(clock):
             return 1.0
-        return (clock.step - phases.start(clock)) / (phases.end(clock) - phases.start(clock))
+        return max(0.0, clock.step - phases.start(clock)) / (phases.end(clock) - phases.start(clock))
 
     def active_products(self, clock: Clock, memory: dict[str, Any]) -> tuple[str, ...]:
         count = len(self.stages_for(0))  # the most any layer passes through; with fewer it arrives at the last one no later

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,6 +14,24 @@ from pathlib import Path
 LOG = "log.txt"
 """In a run's folder: what its process wrote while it trained."""
 STOP_SECONDS = 10
+PARENT = "NMSPARSE_PARENT"
+"""The process that a worker was started by, in the worker's environment."""
+PR_SET_PDEATHSIG = 1
+"""Of linux/prctl.h."""
+
+
+def die_with_parent() -> None:
+    """Called by a worker: on Linux it is killed when its parent dies, however that happens. It would hold its folder and the GPU.
+
+    The signal comes when the thread ends that started the worker; that thread waits for it, unless it is killed with its process.
+    """
+    parent = os.environ.get(PARENT)
+    if parent is None or sys.platform != "linux":
+        return
+    with suppress(OSError, AttributeError):  # a C library without prctl
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent):
+        sys.exit("the process that started this one is gone")  # it died before it was asked for
 
 
 def _line(folder: Path) -> bytes:
@@ -26,9 +46,8 @@ class Worker:
         """Start with a first run; what goes wrong before it begins is in its log too."""
         with (folder / LOG).open("ab") as log:
             command = [sys.executable, "-m", "nmsparse.workbench.training"]
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=dict(environment)
-            )
+            own = {**environment, PARENT: str(os.getpid())}
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=own)
         assert self._process.stdout is not None, "opened as a pipe"
         os.set_blocking(self._process.stdout.fileno(), False)
         self._folder: Path | None = None

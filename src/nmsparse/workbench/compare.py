@@ -28,10 +28,14 @@ from nmsparse.workbench.training import TrainConfig
 
 CONFIG = "config.json"
 POLL_SECONDS = 0.3
+GRACE_SECONDS = 15
+"""How long a run may go on when time is up: expectations are near, and one that is almost there is not thrown away."""
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun tells its processes: a run that inherited it would wait for the others."""
 PROCESS_BYTES = 600 << 20
 """What a CUDA process takes beside torch's own memory."""
+ERROR = re.compile(r"[\w.]*(Error|Exception)(:.*)?")
+"""The line of a traceback that says what happened."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,12 @@ def study(base: TrainConfig, candidates: Sequence[str], patterns: Sequence[str],
         for pattern in wanted[:1] if candidate.recipe == "dense" else wanted:
             for seed in range(base.seed, base.seed + seeds):
                 config = replace(base, recipe=candidate.recipe, pattern=pattern, options=candidate.options, seed=seed)
-                runs[f"{_slug(config.label)}-seed{seed}"] = config
+                runs[f"{slug(config.label)}-seed{seed}"] = config
     return runs
 
 
-def _slug(label: str) -> str:
+def slug(label: str) -> str:
+    """As part of a folder's name."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-")
 
 
@@ -162,8 +167,9 @@ def run_study(
 ) -> list[Job]:
     """Train everything; return the jobs, finished, diverged or failed. ``jobs`` caps how many run at a time.
 
-    No run starts that would end after ``until`` (of time.monotonic), going by the seconds that it ``lasts``; it is returned as
-    waiting. ``more`` is asked now and then for runs that have become possible meanwhile; what waits starts by its ``order``.
+    No run starts that would end after ``until`` (of time.monotonic), going by the seconds that it ``lasts``, and one that still
+    trains some seconds later is ended; both are returned as waiting. ``more`` is asked now and then for runs that have become
+    possible meanwhile; what waits starts by its ``order``.
     ``guess_gib`` is what a run may take until the first has said what it does take; without it that one is waited for.
     """
     study = _Study(folder, jobs, until, listen, guess_gib, environment or {}, lasts, more, order)
@@ -216,34 +222,49 @@ class _Study:
     def most(self) -> int:
         """Runs at a time. Of all jobs, not of those that are left: threads decide about rounding, and a comparison that goes on
         must go on exactly."""
-        wanted = self.at_a_time or (8 if torch.cuda.is_available() else os.cpu_count() or 1)
+        wanted = self.at_a_time or (8 if torch.cuda.is_available() else cores())
         return wanted if self.more is not None else max(1, min(len(self.jobs), wanted))
 
     def run(self) -> None:
         while True:
-            if self.until is not None:
-                self.waiting = [job for job in self.waiting if time.monotonic() + self.lasts(job.name) <= self.until]
             self._start_what_fits()
             is_busy = bool(
                 self.running
             )  # asked first: all that ended before it is told below, and followed by what it makes possible
             self._tell()
+            if self.until is not None and time.monotonic() > self.until + GRACE_SECONDS:
+                self._leave()
+                return
             if self.more is not None:
                 self.add(self.more())
-            if not (is_busy or self.waiting):
+            if not (is_busy or self._in_time()):
                 return
             time.sleep(POLL_SECONDS)
+
+    def _in_time(self) -> list[Job]:
+        """What waits and would end before time is up. The others stay: a run that ends sooner than expected may let them in."""
+        if self.until is None:
+            return list(self.waiting)
+        left = self.until - time.monotonic()
+        return [job for job in self.waiting if self.lasts(job.name) <= left]
+
+    def _leave(self) -> None:
+        """Runs that still train are ended by stop(): they did not fail, but wait for the next call."""
+        for job in self.running:
+            job.worker = None
 
     def _start_what_fits(self) -> None:
         for worker in [worker for worker in self.workers if not worker.is_alive]:
             worker.wait()
             self.workers.remove(worker)
         running = self.running
-        while self.waiting and len(running) < self.most and _fits(running, self.jobs, self.guess_gib):
-            job = self.waiting.pop(0)
+        for job in self._in_time():
+            if len(running) >= self.most or not _fits(running, self.jobs, self.guess_gib):
+                return
+            self.waiting.remove(job)
             worker = next((worker for worker in self.workers if worker.is_idle and worker.give(job.folder)), None)
             if worker is None:
-                worker = _start(job, max(1, (os.cpu_count() or 1) // self.most), self.environment)
+                worker = _start(job, max(1, cores() // self.most), self.environment)
                 self.workers.append(worker)
             job.worker = worker
             running.append(job)
@@ -263,6 +284,11 @@ class _Study:
                 worker.terminate()
         for worker in self.workers:
             worker.wait()
+
+
+def cores() -> int:
+    """Those that this process may use: a container or a batch system may have given it some of many."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _prepare(job: Job) -> None:
@@ -339,13 +365,15 @@ def _free_bytes() -> int | None:
 
 
 def _last_words(job: Job) -> str:
-    """The last line that a process wrote before it failed; nothing, where it was killed."""
+    """Why a process failed: the last error in its log, or else its last line; nothing of that, where it was killed."""
     code = job.worker.exit_code if job.worker else None
     if code is not None and code < 0:
         why = ", perhaps because memory ran out" if -code == signal.SIGKILL else ""
         return f"killed by {signal.Signals(-code).name}{why}"
     lines = (job.folder / LOG).read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else f"exit code {code}"
+    # CUDA's errors, for one, end in advice that is the same for all of them
+    error = next((line for line in reversed(lines) if ERROR.fullmatch(line.rstrip())), None)
+    return error or (lines[-1] if lines else f"exit code {code}")
 
 
 def is_study(folder: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from nmsparse.workbench.bench._blocks import MODELS, meta_model
 from nmsparse.workbench.bench._inference import bench_inference
-from nmsparse.workbench.bench._records import Recorder, commit, headline
+from nmsparse.workbench.bench._records import Recorder, headline
 from nmsparse.workbench.bench._suites import SUITES, run_suites
 
-__all__ = ["MODELS", "SUITES", "Recorder", "bench_inference", "commit", "headline", "meta_model", "run_suites"]
+__all__ = ["MODELS", "SUITES", "Recorder", "bench_inference", "headline", "meta_model", "run_suites"]

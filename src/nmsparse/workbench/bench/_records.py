@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,18 +14,7 @@ import torch
 
 import nmsparse as nm
 from nmsparse.kernels import hardware
-
-
-def commit() -> str | None:
-    """The commit of this checkout, if it is one; a copy without its history can be told by NMSPARSE_COMMIT."""
-    if named := os.environ.get("NMSPARSE_COMMIT"):
-        return named
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return result.stdout.strip() or None
+from nmsparse.workbench.provenance import commit
 
 
 def versions() -> dict[str, Any]:

@@ -30,6 +30,8 @@ class Setup:
     """Length of a tuning run as a share of a run."""
     size: str = ""
     """How its size differs from the paper's."""
+    margins_in: float = 1.0
+    """What the margins of statements are worth in this setup's metric: losses per byte are smaller than losses per token."""
 
 
 @dataclass(frozen=True)

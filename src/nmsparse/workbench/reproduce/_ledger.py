@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from nmsparse.workbench.bench._records import commit
+from nmsparse.workbench.provenance import commit
 from nmsparse.workbench.records import RunRecord, finite
 from nmsparse.workbench.training import TrainConfig
 
@@ -159,7 +159,7 @@ def make_row(record: RunRecord, config: TrainConfig, facts: Mapping[str, Any]) -
         "sparse_products": _sparse_products(info["products"]),
         "curves": {"train": _columns(record.rows("train"), COLUMNS), "valid": _columns(record.rows("valid"), None)},
         "switched_at": next((row["switched_at"] for row in reversed(record.rows("train")) if "switched_at" in row), None),
-        "environment": {**info["environment"], "cuda": torch.version.cuda, "commit": commit()},
+        "environment": {"cuda": torch.version.cuda, "commit": commit(), **info["environment"]},
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

@@ -10,12 +10,13 @@ from typing import Any
 from nmsparse.workbench.report._numbers import MINUS, Estimate, brief, decimals, estimate, fixed, listed, share
 from nmsparse.workbench.reproduce._claim import HEADLINE, Advice, Claim, Contender, Experiment
 from nmsparse.workbench.reproduce._ledger import Run
-from nmsparse.workbench.reproduce._statistics import is_better, paired_difference
-from nmsparse.workbench.reproduce._study import Study
+from nmsparse.workbench.reproduce._statistics import FEWEST_SEEDS, is_better, paired_difference
+from nmsparse.workbench.reproduce._study import Rate, Study
 from nmsparse.workbench.reproduce._verdicts import Judged, judge, times_to_common_loss
 
-EDGE = "*"
+EDGE, PARTIAL = "*", "†"
 EDGE_NOTE = f"{EDGE} the best learning rate is the lowest or the highest of the grid: one beyond it may be better still."
+PARTIAL_NOTE = f"{PARTIAL} the grid of learning rates was made longer since, and its new rates are not tried yet."
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,7 @@ class Standing:
 
     contender: Contender
     runs: dict[int, Run]
-    rate: float | None
-    is_at_edge: bool
+    rate: Rate | None
 
     @property
     def finished(self) -> list[Run]:
@@ -85,9 +85,8 @@ class Metric:
 def standings(study: Study, experiment: Experiment) -> list[Standing]:
     found = []
     for contender in experiment.contenders:
-        rate = study.rate(experiment, contender)
-        runs = study.results(experiment, contender)
-        found.append(Standing(contender, runs, None if rate is None else rate.value, rate is not None and rate.is_at_edge))
+        rate = study.rate(experiment, contender, whole_grid=False)
+        found.append(Standing(contender, study.results(experiment, contender), rate))
     return found
 
 
@@ -102,7 +101,9 @@ def table(study: Study, experiment: Experiment) -> Table | None:
     reference = next((standing for standing in found if standing.contender.candidate.recipe == "dense"), None)
     rows = [_row(standing, value, places, metric, reference) for standing, value in zip(found, scaled, strict=True)]
     header = ["recipe", "seeds", "learning rate", metric.title, "against dense", "flips at the end", "training FLOPs"]
-    notes = [EDGE_NOTE] if any(standing.is_at_edge for standing in found) else []
+    rates = [standing.rate for standing in found if standing.rate is not None]
+    notes = [EDGE_NOTE] if any(rate.is_at_edge for rate in rates) else []
+    notes += [PARTIAL_NOTE] if any(rate.is_partial for rate in rates) else []
     notes += [f"{_diverged(s)} of {len(s.runs)} runs of {s.contender.label} diverged and are not in its mean."
               for s in found if _diverged(s)]  # fmt: skip
     notes += [f"{s.contender.label} switched to masks at update {listed(moments)}."
@@ -124,7 +125,7 @@ def _row(standing: Standing, value: Estimate | None, places: int, metric: Metric
     return [
         standing.contender.label,
         str(len(standing.finished)),
-        "" if standing.rate is None else f"{standing.rate:g}" + EDGE * standing.is_at_edge,
+        "" if (rate := standing.rate) is None else f"{rate.value:g}" + EDGE * rate.is_at_edge + PARTIAL * rate.is_partial,
         fixed(None if value is None else value.mean, places) + spread,
         against,
         share(statistics.fmean(flips)) if flips else "",
@@ -186,14 +187,17 @@ def _signed(value: float) -> str:
 
 
 def advise(study: Study, advice: Advice) -> str | None:
-    """One sentence from the runs; None where fewer than two of the choices were run."""
+    """One sentence from the runs, on the seeds that all choices have; None where fewer than two of them have enough."""
     experiment = study.claim.experiment(advice.experiment)
-    found = [s for s in standings(study, experiment) if s.contender.label in advice.among and s.by_seed]
+    among = [standing for standing in standings(study, experiment) if standing.contender.label in advice.among]
+    found = [standing for standing in among if len(standing.by_seed) >= FEWEST_SEEDS]
     if len(found) < 2:
         return None
     metric = Metric.of(found[0].finished[0])
-    values = _seconds(found) if advice.by == "seconds" else [standing.by_seed for standing in found]
-    if not all(values):
+    seeds = set.intersection(*(set(standing.by_seed) for standing in found))
+    same = [{seed: value for seed, value in standing.by_seed.items() if seed in seeds} for standing in found]
+    values = _seconds(found) if advice.by == "seconds" else same
+    if min(map(len, values)) < FEWEST_SEEDS:
         return None
     sign = 1 if metric.higher_is_better and advice.by == HEADLINE else -1
     gains = [{seed: sign * value for seed, value in each.items()} for each in values]
@@ -206,7 +210,16 @@ def advise(study: Study, advice: Advice) -> str | None:
         sentence += f", better than {_quoted(worse)}"
     if equal:
         sentence += f"; within noise of it: {_quoted(equal)}"
-    return sentence + "."
+    return sentence + "." + "".join(_left_out(standing) for standing in among if standing not in found)
+
+
+def _left_out(standing: Standing) -> str:
+    """A choice that is not in the comparison, and why."""
+    label, runs = standing.contender.label, len(standing.runs)
+    if not runs:
+        return f" `{label}`: not run yet."
+    lost = _diverged(standing)
+    return f" `{label}`: " + (f"{lost} of {runs} runs diverged." if lost else f"{runs} seeds only.")
 
 
 def _reached(metric: Metric, values: Sequence[dict[int, float]], best: int, advice: Advice) -> str:
@@ -253,8 +266,9 @@ def _experiment(study: Study, experiment: Experiment) -> dict[str, Any]:
     contenders = [
         {
             "contender": standing.contender.label,
-            "lr": standing.rate,
-            "lr_at_edge": standing.is_at_edge,
+            "lr": None if standing.rate is None else standing.rate.value,
+            "lr_at_edge": standing.rate is not None and standing.rate.is_at_edge,
+            "grid_is_partial": standing.rate is not None and standing.rate.is_partial,
             "runs": [
                 {
                     "seed": seed,

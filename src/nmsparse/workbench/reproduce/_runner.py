@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from nmsparse.workbench._workers import LOG
-from nmsparse.workbench.compare import Job, Listener, run_study
+from nmsparse.workbench.compare import Job, Listener, run_study, slug
 from nmsparse.workbench.records import RunRecord
 from nmsparse.workbench.reproduce._claim import Claim, Scale
 from nmsparse.workbench.reproduce._flops import training_flops
-from nmsparse.workbench.reproduce._ledger import Ledger, device_name, make_row, settings_hash
+from nmsparse.workbench.reproduce._ledger import Ledger, device_name, make_row, settings_hash, settings_of
 from nmsparse.workbench.reproduce._study import MOST_SEEDS, Planned, Study
 from nmsparse.workbench.training import TrainConfig, open_task
 
@@ -25,6 +27,10 @@ TIMED_GUESS_GIB = 12.0
 """The same for timed experiments, whose models are wide."""
 STARTING_SECONDS = 15
 """What a run takes beside training, in a process that has just begun."""
+UNKNOWN_SECONDS = 60.0
+"""How long the first run of all is expected to take, where time is limited."""
+VARIED = ("lr", "seed", "steps", "eval_every")
+"""Settings in which the runs of a contender differ: an update takes as long with any of them."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +60,9 @@ def reproduce(
 
     ``results`` is the folder of the books, ``folder`` takes the runs themselves. Claims train together, so that no process waits
     while one tunes; what belongs to an earlier claim starts first, and a final run as soon as its learning rate is known. It ends
-    within ``minutes``: no run starts that would take longer, going by those before; calling again goes on. Timed experiments come
-    last: they tune side by side, and then run one at a time.
+    within ``minutes``, or seconds later: no run starts that would take longer, going by those before, and one that takes longer
+    after all is ended and left. Calling again goes on. Timed experiments come last: they tune side by side, and then run one at a
+    time.
     """
     if seeds > MOST_SEEDS:
         raise ValueError(f"{seeds} seeds are more than the {MOST_SEEDS} that results are looked for.")
@@ -88,6 +95,7 @@ class _Session:
         self.folder = folder
         self.data_dir = data_dir
         self.jobs = jobs
+        self.minutes = minutes
         self.until = None if minutes is None else time.monotonic() + 60 * minutes
         self.listen = listen
         self.failed: dict[str, dict[str, str]] = {study.claim.name: {} for study in studies}
@@ -95,7 +103,10 @@ class _Session:
         self.begun: dict[str, tuple[Study, Planned]] = {}
         """By the folder of the run. Claims share runs, so each is begun by the first that wants it."""
         self._hashes: set[str] = set()
-        self._prepared: set[tuple[str, int | None]] = set()
+        self._lacks: dict[tuple[str, int | None, str | None], str | None] = {}
+        """What was opened, by task, length and pretrained model, and why it could not be."""
+        self._expected: dict[tuple[str, int], float] = {}
+        """Seconds of a run, while the book had so many rows."""
 
     def train(
         self,
@@ -142,7 +153,8 @@ class _Session:
             if planned.experiment.is_timed != is_timed or digest in self._hashes or not self._has_what_it_reads(study, planned):
                 continue
             self._hashes.add(digest)
-            name = f"{study.claim.name}/{study.scale}/{planned.name}"
+            # a CPU's run does not go on on a GPU, nor is it taken for one of the GPU's
+            name = f"{study.claim.name}/{study.scale}/{planned.name}-{slug(study.device).lower()}"
             self.begun[name] = study, planned
             configs[name] = self._here(planned.config)
         return configs
@@ -163,38 +175,69 @@ class _Session:
     def check(self, seeds: int) -> None:
         """Where nothing of what is to be trained can be read, that is an error of the caller's."""
         runs = [(study, p) for study in self.studies for p in study.missing([*study.tuning(), *study.finals(seeds)])]
+        self._open(planned.config for _, planned in runs)
         readable = [self._has_what_it_reads(study, planned) for study, planned in runs]
         if runs and not any(readable):
             raise ValueError(next(why for failed in self.failed.values() for why in failed.values()))
 
-    def _has_what_it_reads(self, study: Study, planned: Planned) -> bool:
-        """Whether data and a pretrained model are there. What is not stops its experiment, and not the rest of the claim.
+    def _open(self, configs: Iterable[TrainConfig]) -> None:
+        """Read every task, all side by side, while no run needs the GPU yet; one of several lengths is one after another, because
+        its files in the cache are the same.
 
-        Every task is read once here: what takes long (tokens, for instance) is then in the cache, and not done by all processes
-        at the same time.
+        What takes long (tokens, for instance) is then in the cache, and not done by all processes at the same time.
         """
-        kind = planned.config.task, planned.config.length
-        try:
-            config = self._here(planned.config)
-            if kind not in self._prepared:
-                open_task(config)
-                self._prepared.add(kind)
-        except (FileNotFoundError, ValueError) as error:
-            self.failed[study.claim.name][planned.experiment.name] = str(error)
-            return False
-        return True
+        by_task: dict[str, list[TrainConfig]] = {}
+        for config in configs:
+            by_task.setdefault(config.task, []).append(config)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(self._open_in_turn, by_task.values()))
+
+    def _open_in_turn(self, configs: Sequence[TrainConfig]) -> None:
+        for config in configs:
+            self._lack(config)
+
+    def _lack(self, config: TrainConfig) -> str | None:
+        """Why the data or the pretrained model of a run cannot be read; None where they are there. Asked once for each."""
+        reads = config.task, config.length, config.pretrained
+        if reads not in self._lacks:
+            try:
+                open_task(self._here(config))
+                self._lacks[reads] = None
+            except (FileNotFoundError, ValueError) as error:
+                self._lacks[reads] = str(error)
+        return self._lacks[reads]
+
+    def _has_what_it_reads(self, study: Study, planned: Planned) -> bool:
+        """Whether data and a pretrained model are there. What is not stops its experiment, and not the rest of the claim."""
+        lack = self._lack(planned.config)
+        if lack is not None:
+            self.failed[study.claim.name][planned.experiment.name] = lack
+        return lack is None
 
     def _seconds(self, name: str) -> float:
-        """How long a run should take, by the slowest of its experiment so far; 0 where nobody knows."""
+        """How long a run should take. Asked again and again, and known until the book grows."""
         study, planned = self.begun[name]
-        facts = {"claim": study.claim.name, "scale": study.scale, "experiment": planned.experiment.name}
-        rows = [run.row for run in study.ledger.runs.values() if run.device == study.device and facts.items() <= run.row.items()]
+        key = name, len(study.ledger.runs)
+        if key not in self._expected:
+            self._expected[key] = self._expect(study, planned)
+        return self._expected[key]
+
+    def _expect(self, study: Study, planned: Planned) -> float:
+        """By the slowest run of its contender so far, in any claim; of its experiment; or of all. Where nobody knows, 0 without a
+        limit of time, and with one enough not to start at the last second."""
+        rows = [run.row for run in study.ledger.runs.values() if run.device == study.device]
         rows = [row for row in rows if row["seconds"] and row["step_ms"]]
-        if not rows:
+        settings = {name: value for name, value in settings_of(planned.config).items() if name not in VARIED}
+        experiment = {"claim": study.claim.name, "scale": study.scale, "experiment": planned.experiment.name}
+        alike = [row for row in rows if settings.items() <= row["settings"].items()]
+        alike = alike or [row for row in rows if experiment.items() <= row.items()]
+        if alike:
+            return _expected_seconds(alike, planned.config.steps)
+        if self.minutes is None:
             return 0.0
-        pace = max(row["step_ms"] for row in rows) / 1e3
-        compiling = max(row["seconds"] - row["steps"] * row["step_ms"] / 1e3 for row in rows)  # once, however long the run
-        return STARTING_SECONDS + max(0.0, compiling) + pace * planned.config.steps
+        slowest = max((row["seconds"] for row in rows if row["scale"] == study.scale), default=None)
+        guess = UNKNOWN_SECONDS if slowest is None else STARTING_SECONDS + slowest
+        return min(guess, 60 * self.minutes / 2)  # a short session makes something too
 
     def _here(self, config: TrainConfig) -> TrainConfig:
         """The configuration with the paths of this machine."""
@@ -215,7 +258,14 @@ class _Session:
         if planned.name in failed or study.find(planned) is not None:
             return
         try:
-            self._record(study, planned, folder)
+            device = RunRecord(folder).info["environment"]["device"]
+            if device == study.device:
+                self._record(study, planned, folder)
+            else:  # in the book it would not be found, and entered again at every look
+                failed[planned.name] = (
+                    f"it trained on {device}, not on {study.device}: its process saw other hardware than this one does (is "
+                    f"ACCELERATE_USE_CPU set?); remove {folder} to train it again"
+                )
         except (OSError, ValueError, KeyError, TypeError) as error:
             failed[planned.name] = f"it ended, but could not be recorded ({type(error).__name__}: {error}); see {folder}"
 
@@ -237,3 +287,10 @@ class _Session:
         trials = [planned.name for planned in study.missing(study.tuning())]
         finals = [planned.name for planned in study.missing(study.finals(seeds))]
         return Progress([*trials, *finals, *study.unknown(seeds)], self.failed[study.claim.name])
+
+
+def _expected_seconds(rows: Sequence[Mapping[str, Any]], steps: int) -> float:
+    """Of a run of so many updates at the slowest pace of these."""
+    pace = max(row["step_ms"] for row in rows) / 1e3
+    compiling = max(row["seconds"] - row["steps"] * row["step_ms"] / 1e3 for row in rows)  # once, however long the run
+    return STARTING_SECONDS + max(0.0, compiling) + pace * steps

@@ -43,6 +43,8 @@ class Rate:
     value: float
     is_at_edge: bool
     """The best of the grid is its lowest or highest: a rate beyond it may be better still."""
+    is_partial: bool = False
+    """The grid has rates that nobody has tried yet: it was made longer since."""
 
 
 class Study:
@@ -100,19 +102,25 @@ class Study:
         shorter = replace(config, steps=steps, eval_every=steps)
         return Planned(experiment, contender, shorter, is_tuning=True)
 
-    def rate(self, experiment: Experiment, contender: Contender) -> Rate | None:
-        """The best rate of the grid by validation; None while a trial is missing. A diverged trial is the worst."""
+    def rate(self, experiment: Experiment, contender: Contender, whole_grid: bool = True) -> Rate | None:
+        """The best rate of the grid by validation; None while a trial is missing. A diverged trial is the worst.
+
+        With ``whole_grid=False`` it is the best of those that were tried and trained with: what was published before a grid was
+        made longer stays until its new rates are tried.
+        """
         if contender.tuned_as:
-            return self.rate(experiment, experiment.contender(contender.tuned_as))
+            return self.rate(experiment, experiment.contender(contender.tuned_as), whole_grid)
         grid = self._grid(experiment)
         if not grid:
             return Rate(experiment.setups[self.scale].rates[0], is_at_edge=False)
-        known = [run for rate in grid if (run := self.find(self._trial(experiment, contender, rate))) is not None]
-        if len(known) < len(grid):
+        known = {rate: run for rate in grid if (run := self.find(self._trial(experiment, contender, rate))) is not None}
+        is_partial = len(known) < len(grid)
+        if is_partial and not whole_grid:
+            known = {rate: run for rate, run in known.items() if self._runs(experiment, contender, rate)}
+        if not known or (is_partial and whole_grid):
             return None
-        scores = [_score(run) for run in known]
-        best = scores.index(max(scores))
-        return Rate(grid[best], is_at_edge=best in (0, len(grid) - 1))
+        best = max(known, key=lambda rate: _score(known[rate]))
+        return Rate(best, best in (grid[0], grid[-1]), is_partial)
 
     # ---- runs ----
 
@@ -162,10 +170,12 @@ class Study:
         return self._results[key]
 
     def _look_up(self, experiment: Experiment, contender: Contender) -> dict[int, Run]:
-        rate = self.rate(experiment, contender)
-        if rate is None:
-            return {}
-        first = self.config(experiment, contender, rate.value, 0)
+        rate = self.rate(experiment, contender, whole_grid=False)
+        return {} if rate is None else self._runs(experiment, contender, rate.value)
+
+    def _runs(self, experiment: Experiment, contender: Contender, rate: float) -> dict[int, Run]:
+        """Final runs at a rate, by seed."""
+        first = self.config(experiment, contender, rate, 0)
         found = {seed: self.ledger.find(replace(first, seed=seed), self.device) for seed in range(MOST_SEEDS)}
         return {seed: run for seed, run in found.items() if run is not None}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nmsparse.workbench.reproduce._claim import HEADLINE, Statement
@@ -95,21 +95,23 @@ def judge(study: Study, statement: Statement) -> Judged:
     experiment = study.claim.experiment(statement.experiment)
     lefts, rights = (study.results(experiment, experiment.contender(label)) for label in (statement.left, statement.right))
     left, right = _values(statement, lefts, rights)
+    statement = replace(statement, margin=statement.margin * experiment.setups[study.scale].margins_in)
     runs = [*lefts.values(), *rights.values()]
     metric = statement.quantity if statement.quantity != HEADLINE else runs[0].metric if runs else HEADLINE
     rises = statement.relation != "below" and bool(runs) and runs[0].higher_is_better
     gain = paired_difference(left, right) if rises else paired_difference(right, left)
     # of the seeds that both sides have run: a run that is still to come is no loss
     both = sorted(set(lefts) & set(rights))
-    lost = sum(not lefts[seed].is_finished for seed in both), sum(not rights[seed].is_finished for seed in both)
+    lost = sum(lefts[seed].headline is None for seed in both), sum(rights[seed].headline is None for seed in both)
     return Judged(statement, left, right, gain, _verdict(statement, gain, lost, len(both)), metric, lost)
 
 
 def _verdict(statement: Statement, gain: Difference | None, lost: tuple[int, int], seeds: int) -> Verdict:
-    """A run that diverged is worse than any that did not: the side that lost more runs has lost, unless the others contradict."""
+    """A run that diverged is worse than any that did not: the side that lost more runs has lost, unless the others contradict.
+    That is so of a loss, and of the time to one; how long a step takes has nothing to do with it."""
     if seeds == 0:
         return "not run yet"
-    left, right = lost
+    left, right = lost if statement.quantity in (HEADLINE, SECONDS) else (0, 0)
     if left == right and gain is not None:
         return _verdict_of(statement, gain)
     if seeds < FEWEST_SEEDS:

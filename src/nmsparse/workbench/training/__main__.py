@@ -16,14 +16,21 @@ from pathlib import Path
 import torch
 
 from nmsparse._tensor_cores import tell_emulated
-from nmsparse.workbench._workers import LOG
+from nmsparse.workbench._workers import LOG, die_with_parent
 from nmsparse.workbench.training import DivergenceError, TrainConfig, train
+
+SHAPES = ("task", "model", "pretrained", "width", "layers", "heads", "length", "batch", "accumulate", "precision", "compile")
+RECIPES = 64
+"""Whose code a block may have at a time; past it torch would run blocks eagerly, and say so in the log only."""
 
 
 def main() -> None:
+    die_with_parent()
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whoever prints does not answer
     threads = torch.get_num_threads()
+    torch._dynamo.config.recompile_limit = RECIPES
+    shapes = ""
     for line in sys.stdin.buffer:
         folder = Path(os.fsdecode(line.rstrip(b"\n")))
         with (folder / LOG).open("ab") as log:
@@ -31,14 +38,24 @@ def main() -> None:
                 os.dup2(log.fileno(), stream)
         torch.set_num_threads(threads)  # a resumed run takes as many as it began with
         with warnings.catch_warnings():  # so that each log has its own
-            run(folder)
+            config = TrainConfig.from_dict(json.loads((folder / "config.json").read_text()), str(folder / "config.json"))
+            if shapes != (shapes := shapes_of(config)):
+                torch.compiler.reset()
+            run(config, folder)
         forget()
         sys.stdout.flush()
         answers.write(line)
 
 
-def run(folder: Path) -> None:
-    config = TrainConfig.from_dict(json.loads((folder / "config.json").read_text()), str(folder / "config.json"))
+def shapes_of(config: TrainConfig) -> str:
+    """Runs that agree in this can share compiled code: recipes are told apart by guards, while another shape would make code for
+    all shapes. Layers on sparse tensor cores hold addresses, so those runs share nothing."""
+    if not config.emulate:
+        return os.urandom(8).hex()
+    return json.dumps([getattr(config, name) for name in SHAPES])
+
+
+def run(config: TrainConfig, folder: Path) -> None:
     try:
         train(config, folder, resume=True)
     except DivergenceError as error:
@@ -46,10 +63,9 @@ def run(folder: Path) -> None:
 
 
 def forget() -> None:
-    """Leave nothing of a run to the next: neither memory, nor its peak on a GPU (a process on a CPU keeps its own), nor compiled
-    code that counts against a limit, nor what is told once."""
+    """Leave nothing of a run to the next but compiled code: neither memory, nor its peak on a GPU (a process on a CPU keeps its
+    own), nor what is told once."""
     gc.collect()
-    torch.compiler.reset()
     tell_emulated.cache_clear()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -18,6 +18,7 @@ from torch import nn
 import nmsparse as nm
 from nmsparse.workbench.extras import package
 from nmsparse.workbench.models import build_model, load_pretrained, model_info, models
+from nmsparse.workbench.provenance import commit
 from nmsparse.workbench.tasks import Task, load_task, tasks
 from nmsparse.workbench.training._config import TrainConfig
 
@@ -81,7 +82,7 @@ def open_task(config: TrainConfig) -> Task:
     return _task(config.task, data_dir, config.length, config.limit, str(folder) if has_words else None)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=8)
 def _task(name: str, data_dir: str | None, length: int | None, limit: int | None, vocabulary: str | None) -> Task:
     """Kept: a process that trains run after run reads the same data again and again."""
     return load_task(name, data_dir, length=length, limit=limit, vocabulary=vocabulary)
@@ -153,6 +154,7 @@ def environment_of(accelerator: Any) -> dict[str, Any]:
         **versions,
         "python": platform.python_version(),
         "device": name,
+        "commit": commit(),
         "processes": accelerator.num_processes,
         "cpu_threads": torch.get_num_threads(),
     }

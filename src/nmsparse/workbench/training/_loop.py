@@ -143,6 +143,8 @@ class Session:
         """Updates done."""
         self.seconds = 0.0
         self.interval = Interval()
+        self.validated: dict[str, float] | None = None
+        """The newest metrics, the same on every process."""
         self.writer: RunWriter | None = None
         self._lock: IO[str] | None = None
 
@@ -240,6 +242,12 @@ class Session:
             if not math.isfinite(loss):
                 raise FloatingPointError(f"the loss is {loss} at update {self.step - len(losses) + offset + 1}")
 
+    def _check_result(self) -> None:
+        """The last update may be the one that spoils the weights, and no loss comes after it."""
+        value = None if self.validated is None else self.validated.get(self.task.headline)
+        if value is not None and not math.isfinite(value):
+            raise FloatingPointError(f"the validation {self.task.headline} is {value} after update {self.step}")
+
     def give_up(self, reason: str) -> str:
         good = self.checkpoints.newest()
         where = "there is no checkpoint yet" if good is None else f"the last good checkpoint is {good}"
@@ -291,7 +299,8 @@ class Session:
         """Metrics of the weights that would be shipped: in evaluation mode, layers obey their final pattern."""
         # compiling for validation too takes longer than all of it
         with torch.compiler.set_stance("force_eager") if self.config.compile else nullcontext():
-            return self._measured()
+            self.validated = self._measured()
+        return self.validated
 
     @torch.no_grad()
     def _measured(self) -> dict[str, float]:
@@ -366,6 +375,7 @@ class Session:
     # ---- the end ----
 
     def _finish(self) -> None:
+        self._check_result()
         shipped = self._ship()
         if self.writer is not None:
             self._conclude(self.writer, shipped)

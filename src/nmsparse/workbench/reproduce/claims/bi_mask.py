@@ -11,10 +11,9 @@ OPTIONS = "candidates=10"
 
 
 def transposable(pattern: str) -> str:
-    """The transposable mask (T-Mask) as a recipe: FST without its MVUE and its dense tail, with Bi-Mask's decay. Above M = 4 a
-    search takes seconds, and there are fewer of them."""
-    rarely = "" if pattern.endswith(":4") else ",refresh=100"
-    return f"fst@{pattern}:mvue=false,dense_tail=0.0,decay=2e-4{rarely}"
+    """The transposable mask (T-Mask) as a recipe: FST without its MVUE and its dense tail, with Bi-Mask's decay. Runs are
+    short, so its mask is searched often; above M = 4 a search takes seconds, and there are few of them."""
+    return f"fst@{pattern}:mvue=false,dense_tail=0.0,decay=2e-4,refresh={2 if pattern.endswith(':4') else 100}"
 
 
 def contenders(pattern: str) -> tuple[Contender, ...]:
@@ -54,10 +53,19 @@ EXPERIMENT = Experiment(
 )
 
 
+def _above_transposable(pattern: str) -> Statement:
+    """At 1:16 a mask that is searched four times in a run is no fair rival, and the paper does not claim to beat such a one."""
+    is_fair = pattern.endswith(":4")
+    text = f"bi-mask is above the transposable mask at {pattern}" + (
+        "" if is_fair else ", which is searched every 100 updates only"
+    )
+    return Statement("resnet32", f"bi-mask {pattern}", "better", f"t-mask {pattern}", text, is_claimed=is_fair)
+
+
 def statements(pattern: str) -> tuple[Statement, ...]:
     bi_mask = f"bi-mask {pattern}"
     return (
-        Statement("resnet32", bi_mask, "better", f"t-mask {pattern}", f"bi-mask is above the transposable mask at {pattern}"),
+        _above_transposable(pattern),
         Statement(
             "resnet32", bi_mask, "not worse", f"sr-ste {pattern}", f"bi-mask is near sr-ste at {pattern} (one point)", 0.01
         ),
@@ -102,7 +110,7 @@ CLAIM = Claim(
         "Half the authors' width, and one of their 300 epochs or less.",
         "No label smoothing, where the authors' runs have 0.1: accuracies do not compare with theirs, differences do.",
         "Groups along input channels, as tensor cores need them; the authors' code groups flattened filters.",
-        "The transposable mask is no fixed pattern, but searched: every 40 updates at 2:4 and 1:4, every 100 and nearly exactly "
+        "The transposable mask is no fixed pattern, but searched: every 2 updates at 2:4 and 1:4, every 100 and nearly exactly "
         "at 1:16.",
     ),
 )

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from nmsparse.workbench.reproduce._claim import Advice, Chart, Claim, Contender, Experiment, Statement
-from nmsparse.workbench.reproduce.claims._setups import wide_gpt_setups
+from nmsparse.workbench.reproduce.claims._setups import BYTES_PER_TOKEN, wide_gpt_setups
 
+FST = "fst@2:4:refresh=2"
+"""As in the claim of s-ste: runs are too short for a mask that is searched every 40 updates."""
+MARGIN = 0.03
 EXPERIMENT = Experiment(
     "gpt",
     "GPT of width 2048 on enwik8 (bytes), all linear layers 2:4 on sparse tensor cores, alone on the GPU",
     wide_gpt_setups(),
-    (Contender("dense"), Contender("s-ste@2:4"), Contender("fst@2:4"), Contender("trio@2:4")),
+    (Contender("dense"), Contender("s-ste@2:4"), Contender(FST), Contender("trio@2:4")),
     is_timed=True,
 )
-RIVALS = {"dense": "dense", "s-ste@2:4": "s-ste", "fst@2:4": "fst"}
+RIVALS = {"dense": "dense", "s-ste@2:4": "s-ste", FST: "fst"}
 
 CLAIM = Claim(
     "trio",
@@ -43,7 +46,13 @@ CLAIM = Claim(
             is_claimed=False,
         ),
         Statement(
-            "gpt", "trio@2:4", "not worse", "s-ste@2:4", "trio's loss is near that of s-ste (0.03 nats)", 0.03, is_claimed=False
+            "gpt",
+            "trio@2:4",
+            "not worse",
+            "s-ste@2:4",
+            "trio's loss is near that of s-ste (0.03 nats per token)",
+            MARGIN / BYTES_PER_TOKEN,
+            is_claimed=False,
         ),
     ),
     published_note="Nothing is published. Seconds count training: neither compilation nor validation.",
@@ -55,7 +64,7 @@ CLAIM = Claim(
         Advice(
             "The shortest time to a loss on a Hopper GPU, hidden size 2048 and more",
             "gpt",
-            ("dense", "s-ste@2:4", "fst@2:4", "trio@2:4"),
+            ("dense", "s-ste@2:4", FST, "trio@2:4"),
             by="seconds",
         ),
     ),
