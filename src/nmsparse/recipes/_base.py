@@ -347,7 +347,7 @@ def fraction_or_step(value: float, clock: Clock) -> float:
 
 
 def share_of(share: float, clock: Clock) -> float:
-    """So many updates; a little less, because 0.55 * 100 is above 11 in floating point and update 11 would be missed."""
+    """So many updates; a little less, because 0.55 * 100 is above 55 in floating point and update 55 would be missed."""
     return (share - ROUNDING) * clock.total
 
 
