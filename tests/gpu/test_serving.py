@@ -12,20 +12,14 @@ from toys import same
 from transformers.pytorch_utils import Conv1D
 
 import nmsparse as nm
-from nmsparse.kernels import SPARSE_MATMUL, Choice, Product, select, serving_times
+from nmsparse.kernels import Choice, Product, serving_times
 from nmsparse.nn import PackedMixin
 from nmsparse.workbench.bench._blocks import Shape
 from nmsparse.workbench.bench._inference import frozen_blocks, prepared
 
 BF16, FP16 = torch.bfloat16, torch.float16
 TOKENS = (1, 5, 8, 512)
-
-
-@pytest.fixture(autouse=True)
-def needs_sparse_tensor_cores() -> None:
-    found = select(SPARSE_MATMUL, BF16, torch.device("cuda"))
-    if found.name is None:
-        pytest.skip(found.reason)
+pytestmark = pytest.mark.usefixtures("needs_sparse_tensor_cores")
 
 
 @pytest.fixture

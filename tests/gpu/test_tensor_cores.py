@@ -16,7 +16,6 @@ import nmsparse as nm
 import nmsparse.functional as nmf
 from nmsparse.kernels import (
     ACTIVATIONS,
-    SPARSE_MATMUL,
     Product,
     activation_backward,
     misfit,
@@ -26,7 +25,6 @@ from nmsparse.kernels import (
     packed_size,
     padded,
     sampled_grad_weight,
-    select,
     sparse_matmul,
     time_products,
     transposable_kernel,
@@ -35,13 +33,7 @@ from nmsparse.kernels import _layout as layout
 
 BF16 = torch.bfloat16
 DTYPES = [torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def needs_sparse_tensor_cores() -> None:
-    found = select(SPARSE_MATMUL, BF16, torch.device("cuda"))
-    if found.name is None:
-        pytest.skip(found.reason)
+pytestmark = pytest.mark.usefixtures("needs_sparse_tensor_cores")
 
 
 @pytest.fixture
