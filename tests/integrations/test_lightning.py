@@ -336,11 +336,21 @@ class Half(Task):
         return DataLoader(TensorDataset(*(part[rank::2] for part in make_data(32))), batch_size=4)
 
 
+def fit_on_two(recipe: nm.Recipe, folder: Path) -> Half:
+    task, callback = Half(recipe), SparsityCallback(recipe)
+    trainer(callback, folder, 2, strategy="ddp_spawn", devices=2, use_distributed_sampler=False).fit(task)
+    return task
+
+
 def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
     recipe = nm.SRSTE("2:4", decay=0.1)
     single, _ = fit(recipe, tmp_path)
-    task, callback = Half(recipe), SparsityCallback(recipe)
-    trainer(callback, tmp_path, 2, strategy="ddp_spawn", devices=2, use_distributed_sampler=False).fit(task)
+    try:
+        task = fit_on_two(recipe, tmp_path)
+    except ProcessExitedException as error:  # gloo's thread aborts now and then while a process ends, see distributed/ranks.py
+        if error.signal_name != "SIGABRT":
+            raise
+        task = fit_on_two(recipe, tmp_path)
     for ours, theirs in zip(task.parameters(), single.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
