@@ -8,10 +8,11 @@ import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
+from in_process_worker import InProcessWorker
 from scipy import stats
 
 from nmsparse.recipes import OUTPUT, Clock
@@ -56,39 +57,10 @@ def small_claim(rates: tuple[float, ...] = (1e-3, 3e-3), **changes: Any) -> Clai
     return Claim("tiny", "Tiny", "Nobody, 2026.", "Nothing in particular.", (experiment,), (statement,))
 
 
-class Synchronous:
-    """A worker that trains in this process, without the seconds that a process takes to start."""
-
-    given: ClassVar[list[TrainConfig]] = []
-    """To all of them."""
-    stop_after: int | None = None
-    is_alive = is_idle = True
-    exit_code = None
-
-    def __init__(self, environment: Any, folder: Path) -> None:
-        self.give(folder)
-
-    def give(self, folder: Path) -> bool:
-        if len(self.given) == self.stop_after:
-            raise KeyboardInterrupt
-        config = TrainConfig.from_dict(json.loads((folder / "config.json").read_text()))
-        self.given.append(config)
-        train(config, folder, resume=True)
-        return True
-
-    def works_on(self, folder: Path) -> bool:
-        return False
-
-    def nothing(self) -> None:
-        """It has no process to end."""
-
-    dismiss = terminate = wait = nothing
-
-
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(Synchronous, "given", [])
-    monkeypatch.setattr(compare_module, "Worker", Synchronous)
+    monkeypatch.setattr(InProcessWorker, "given", [])
+    monkeypatch.setattr(compare_module, "Worker", InProcessWorker)
     monkeypatch.setattr(compare_module, "POLL_SECONDS", 0.0)
     return monkeypatch
 
@@ -288,7 +260,7 @@ def test_pairs_start_from_the_same_weights_and_see_the_same_examples(tmp_path: P
 def test_finals_start_as_soon_as_their_rate_is_known(tmp_path: Path, quick: Any) -> None:
     """The first contender's trials are enough for its finals; the second one's come later, what statements name first."""
     reproduce([small_claim()], tmp_path / "book", scale="toy", seeds=2, folder=tmp_path / "runs", jobs=1)
-    assert [(config.label, config.seed == TUNING_SEED) for config in Synchronous.given] == [
+    assert [(config.label, config.seed == TUNING_SEED) for config in InProcessWorker.given] == [
         ("dense", True), ("dense", True), ("dense", False), ("dense", False),
         ("ste 2:4", True), ("ste 2:4", True), ("ste 1:4", False), ("ste 1:4", False), ("ste 2:4", False), ("ste 2:4", False),
     ]  # fmt: skip
@@ -297,19 +269,19 @@ def test_finals_start_as_soon_as_their_rate_is_known(tmp_path: Path, quick: Any)
 def test_time_that_is_up_leaves_the_verdicts_of_the_first_claims(tmp_path: Path, quick: Any) -> None:
     first, second = small_claim(), replace(small_claim(), name="other", experiments=small_claim(batch=8).experiments)
     reproduce([first, second], tmp_path / "book", scale="toy", seeds=2, folder=tmp_path / "runs", jobs=1)
-    assert [config.batch for config in Synchronous.given] == [4] * 10 + [8] * 10
+    assert [config.batch for config in InProcessWorker.given] == [4] * 10 + [8] * 10
 
 
 def test_runs_that_ended_without_being_booked_are_booked_and_followed_by_finals(tmp_path: Path, quick: Any) -> None:
     arguments = {"scale": "toy", "seeds": 1, "folder": tmp_path / "runs", "jobs": 1}
-    quick.setattr(Synchronous, "stop_after", 4)
+    quick.setattr(InProcessWorker, "stop_after", 4)
     with pytest.raises(KeyboardInterrupt):
         reproduce([small_claim()], tmp_path / "book", **arguments)
     (tmp_path / "book" / "tiny.jsonl").unlink()  # as if it had been killed before it could write
-    quick.setattr(Synchronous, "stop_after", None)
+    quick.setattr(InProcessWorker, "stop_after", None)
     ((_, progress),) = reproduce([small_claim()], tmp_path / "book", **arguments)
     assert progress == Progress([], {})
-    assert len(Synchronous.given) == 4 + 3
+    assert len(InProcessWorker.given) == 4 + 3
 
 
 def test_claims_that_want_the_same_run_train_it_once(tmp_path: Path, quick: Any) -> None:
@@ -323,13 +295,13 @@ def test_claims_that_want_the_same_run_train_it_once(tmp_path: Path, quick: Any)
 
 def test_an_interrupted_study_goes_on_where_it_stopped(tmp_path: Path, quick: pytest.MonkeyPatch) -> None:
     book = tmp_path / "book"
-    quick.setattr(Synchronous, "stop_after", 3)
+    quick.setattr(InProcessWorker, "stop_after", 3)
     with pytest.raises(KeyboardInterrupt):
         reproduce([small_claim()], book, scale="toy", seeds=2, folder=tmp_path / "runs", jobs=1)
     before = (book / "tiny.jsonl").read_text()
     assert before.count("\n") == 3
     (book / "tiny.jsonl").write_text(before + before[:100])  # a kill in the middle of a line
-    quick.setattr(Synchronous, "stop_after", None)
+    quick.setattr(InProcessWorker, "stop_after", None)
     # another folder for the runs: a fresh machine that has the book only
     ((_, progress),) = reproduce([small_claim()], book, scale="toy", seeds=2, folder=tmp_path / "elsewhere")
     assert progress.left == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from in_process_worker import InProcessWorker
 
 from nmsparse.workbench import compare as compare_module
 from nmsparse.workbench._workers import PARENT
@@ -26,7 +26,7 @@ from nmsparse.workbench.reproduce import _runner as runner
 from nmsparse.workbench.reproduce._claim import Contender, Experiment, Setup
 from nmsparse.workbench.reproduce._ledger import device_name, settings_hash, settings_of
 from nmsparse.workbench.reproduce._runner import Progress
-from nmsparse.workbench.training import TrainConfig, train
+from nmsparse.workbench.training import TrainConfig
 
 TINY: dict[str, Any] = {
     "task": "shakespeare", "model": "gpt2", "width": 16, "layers": 1, "heads": 2, "length": 16, "limit": 32, "batch": 4,
@@ -48,31 +48,10 @@ def only_dense(each: Experiment) -> Experiment:
     return replace(each, contenders=each.contenders[:1])
 
 
-class Here:
-    """A worker that trains in this process."""
-
-    is_alive = is_idle = True
-    exit_code: int | None = None
-
-    def __init__(self, environment: Any, folder: Path) -> None:
-        self.give(folder)
-
-    def give(self, folder: Path) -> bool:
-        train(TrainConfig.from_dict(json.loads((folder / "config.json").read_text())), folder, resume=True)
-        return True
-
-    def works_on(self, folder: Path) -> bool:
-        return False
-
-    def nothing(self) -> None:
-        """It has no process to end."""
-
-    dismiss = terminate = wait = nothing
-
-
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(compare_module, "Worker", Here)
+    monkeypatch.setattr(InProcessWorker, "given", [])
+    monkeypatch.setattr(compare_module, "Worker", InProcessWorker)
     monkeypatch.setattr(compare_module, "POLL_SECONDS", 0.0)
     return monkeypatch
 

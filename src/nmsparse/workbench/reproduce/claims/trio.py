@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from nmsparse.workbench.reproduce._claim import Advice, Chart, Claim, Contender, Experiment, Statement
-from nmsparse.workbench.reproduce.claims._setups import BYTES_PER_TOKEN, wide_gpt_setups
+from nmsparse.workbench.reproduce.claims._setups import BYTES_PER_TOKEN, FST, MARGIN, wide_gpt_setups
 
-FST = "fst@2:4:refresh=2"
-"""As in the claim of s-ste: runs are too short for a mask that is searched every 40 updates."""
-MARGIN = 0.03
 EXPERIMENT = Experiment(
     "gpt",
     "GPT of width 2048 on enwik8 (bytes), all linear layers 2:4 on sparse tensor cores, alone on the GPU",
