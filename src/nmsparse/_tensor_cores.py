@@ -1,14 +1,14 @@
 """Which products of which layers run on sparse tensor cores, and keeping their packed weights current.
 
 A verdict (a plan, or the default rule) says which of the possible products pay; the recipe's clock says which are sparse
-at present. Weights are packed when an optimizer is attached and after each of its steps.
+at present. Weights are packed when an optimizer is attached and after each of its steps; sharded ones in each pass.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -16,11 +16,12 @@ import torch
 
 from nmsparse._update import LayerHandle
 from nmsparse.kernels import trusts_layout
-from nmsparse.nn import SparseProducts, obstacles, rank
+from nmsparse.nn import SparseProducts, is_sharded, obstacles, rank
 from nmsparse.recipes import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Clock, Recipe
 
 logger = logging.getLogger("nmsparse")
 SPARSE = "sparse"
+PARALLEL = "emulated: tensor parallelism splits its weight"
 SPARES_MEMORY = True
 """Some layers make their backward copy in each backward pass, so that a model needs no more memory than in dense training."""
 KEPT, LATE = 2, -7
@@ -142,7 +143,9 @@ class TensorCores:
         by_device: dict[torch.device, list[LayerHandle]] = {}
         for handle in layers:
             sparse = handle.layer.sparse
-            if sparse is not None and (sparse.output or (sparse.grad_input and not self.recipe.prunes_channels)):
+            if sparse is None or sparse.packs_in_passes:
+                continue
+            if sparse.output or (sparse.grad_input and not self.recipe.prunes_channels):
                 by_device.setdefault(handle.parameter.device, []).append(handle)
         for device, handles in by_device.items():
             # by the first layer as well: each optimizer packs its own
@@ -157,7 +160,7 @@ class TensorCores:
             layer = handle.layer
             if layer.sparse is None:
                 layer.sparse = self._examine(handle, self.verdict)
-            self._follow_dtype(handle, layer.sparse)
+            self._follow_calls(handle, layer.sparse)
             layer.sparse.set_active(active)
         self._spare_memory(layers)
         self._packing(layers)
@@ -171,7 +174,7 @@ class TensorCores:
             assert sparse is not None, "decided before"
             is_kernel = self.recipe.packing is not None and self.recipe.row_order(handle.state) is None
             has_both = sparse.output and sparse.grad_input and not self.recipe.prunes_channels
-            if not SPARES_MEMORY or not is_kernel or not has_both:
+            if not SPARES_MEMORY or not is_kernel or not has_both or sparse.packs_in_passes:
                 sparse.packs_late = False
                 continue
             size = handle.parameter.numel()
@@ -182,7 +185,7 @@ class TensorCores:
         weight = handle.parameter
         dtype = weight.dtype if weight.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
         is_transposed = handle.view(weight).stride(-1) != 1 and weight.ndim == 2
-        sparse = SparseProducts(dtype, {}, is_transposed, weight.device)
+        sparse = SparseProducts(dtype, {}, is_transposed, weight.device, packs_in_passes=is_sharded(weight))
         self._decide(handle, sparse, dtype, verdict)
         return sparse
 
@@ -195,6 +198,8 @@ class TensorCores:
             sparse.reasons = dict.fromkeys(self.recipe.sparse_products, general)
             return
         reasons = obstacles(self.recipe, *sizes, handle.parameter.device, dtype, handle.layer.dense)
+        if sparse.packs_in_passes:
+            reasons |= self._obstacles_of_shards(handle, reasons)
         verdicts = {p: verdict.unprofitable(handle.name, p, *sizes) for p, reason in reasons.items() if reason is None}
         sparse.reasons = {product: verdicts.get(product, reason) for product, reason in reasons.items()}
         # the forward product defines the model and keeps its mask; backward ones lose nothing by an operand in full
@@ -203,8 +208,8 @@ class TensorCores:
     def _obstacle(self, handle: LayerHandle) -> str | None:
         """Why no product of a layer can run on tensor cores, whatever its size."""
         weight, recipe = handle.parameter, self.recipe
-        if type(weight.data).__name__ == "DTensor" or weight.ndim < 2:
-            return "its weight is sharded"
+        if weight.ndim < 2:
+            return "its weight is flattened"
         if weight.dtype == torch.float64:
             return "float64 is not computed on tensor cores"
         if not handle.module.multiplies_matrices:
@@ -216,6 +221,21 @@ class TensorCores:
         if not weight.is_contiguous() and not weight.is_contiguous(memory_format=torch.channels_last):
             return "its weight is not contiguous in memory"
         return None
+
+    def _obstacles_of_shards(self, handle: LayerHandle, reasons: Mapping[str, str | None]) -> dict[str, str | None]:
+        """What is packed within a pass is packed by one kernel: other projections of the weight happen between updates."""
+        recipe = self.recipe
+        by_kernel = recipe.packing is not None and recipe.row_order(handle.state) is None
+        why = f"its weight is sharded, and {recipe.name} is not packed by one kernel"
+        of_weights = (OUTPUT,) if recipe.prunes_channels else (OUTPUT, GRAD_INPUT)
+        return {p: why for p in of_weights if not by_kernel and p in reasons and reasons[p] is None}
+
+    def _follow_calls(self, handle: LayerHandle, sparse: SparseProducts) -> None:
+        """What was seen in forward passes: parts of weights, and other types."""
+        if sparse.meets_parts:
+            sparse.reasons = dict.fromkeys(self.recipe.sparse_products, PARALLEL)
+            return
+        self._follow_dtype(handle, sparse)
 
     def _follow_dtype(self, handle: LayerHandle, sparse: SparseProducts) -> None:
         """Pack in the type that the layer is called in, once that is seen to be another."""
@@ -256,6 +276,8 @@ class TensorCores:
             why = "emulate=True" if self.verdict is None else "decided when an optimizer is attached"
             return dict.fromkeys(self.recipe.sparse_products, why)
         flags = {OUTPUT: sparse.output, GRAD_INPUT: sparse.grad_input, GRAD_WEIGHT: sparse.grad_weight}
+        if sparse.meets_parts:
+            return dict.fromkeys(sparse.reasons, PARALLEL)
         if sparse.misses_layout:
             return dict.fromkeys(sparse.reasons, "emulated: its input is not in channels_last memory format")
         dense_now = f"{self.recipe.name} is in a dense phase"

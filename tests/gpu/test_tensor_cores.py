@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from toys import assert_follows_its_times
 
 import nmsparse as nm
@@ -347,10 +349,12 @@ def train(recipe: nm.Recipe, steps: int, how: str, compiled: bool, tokens: int =
     torch.manual_seed(seed)
     model = Net().cuda()
     run = nm.sparsify_(model, recipe, emulate=how == "emulated", seed=seed)
+    if how == "sharded":
+        fully_shard(model)
     kind = nm.StepAdamW if nm.recipe_info(recipe).needs else torch.optim.AdamW
     optimizer = kind(model.parameters(), lr=1e-3, fused=True)
     run.attach(optimizer, total_steps=steps)
-    if how == "sparse":
+    if how != "emulated":
         assert any("sparse" in words.values() or "dense phase" in str(words) for words in run.products.values())
     forward = torch.compile(model, fullgraph=True) if compiled else model
     generator = torch.Generator("cuda").manual_seed(7)
@@ -393,6 +397,20 @@ def test_sparse_products_train_as_the_emulation_does(recipe: nm.Recipe, compiled
     assert sparse[0] == pytest.approx(emulated[0], rel=5e-3)
     assert sparse == pytest.approx(emulated, rel=3e-2)  # the same masks and draws; bf16 products differ in their last bits
     assert sparse[-1] < 0.9 * sparse[0]
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("every_size_pays", "one_rank")
+@pytest.mark.parametrize("recipe", [nm.STE("2:4"), nm.FST("2:4", refresh=4), nm.Trio("2:4")], ids=lambda r: f"{r.name}")
+def test_weights_of_fully_shard_are_packed_in_each_pass(recipe: nm.Recipe) -> None:
+    whole, sharded = (train(recipe, 20, how, compiled=False) for how in ("sparse", "sharded"))
+    assert sharded == pytest.approx(whole, rel=1e-3)  # the same packed bits; sums of gradients may have another order
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch opens its memory pool so

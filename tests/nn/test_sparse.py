@@ -570,3 +570,41 @@ def test_operands_begin_where_the_library_expects_them() -> None:
     assert _ops._aligned(part).data_ptr() % 16 == 0
     assert torch.equal(_ops._aligned(part), part)
     assert _ops._aligned(flat) is flat
+
+
+# ---- weights that are sharded between passes ----
+
+
+IN_PASSES = [(case, kind) for case in (("trio", {}), ("ste", {})) for kind in ("linear", "conv1d", "conv2d")]
+IN_PASSES += [(case, kind) for case in (("fst", {"dense_tail": 0.0}), ("sdgp", {"mvue": True})) for kind in ("linear", "conv1d")]
+
+
+@pytest.mark.parametrize(("case", "kind"), IN_PASSES, ids=lambda part: part if isinstance(part, str) else case_id(part))
+def test_packing_in_each_pass_changes_no_bit(case: Case, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    make_layer = {"linear": nn.Linear, "conv1d": lambda i, o: Conv1D(o, i), "conv2d": lambda i, o: nn.Conv2d(i, o, 1)}[kind]
+    results = []
+    for is_sharded in (True, False):
+        monkeypatch.setattr("nmsparse._tensor_cores.is_sharded", lambda _, answer=is_sharded: answer)
+        torch.manual_seed(0)
+        model = nn.Sequential(make_layer(64, 128), nn.GELU(), make_layer(128, 64))
+        model = model.to(memory_format=torch.channels_last) if kind == "conv2d" else model
+        recipe = nm.recipe(case[0], "2:4", **case[1])
+        run = nm.sparsify_(model, recipe, targets=["0", "2"])
+        optimizer = make_optimizer(recipe, model)
+        run.attach(optimizer, total_steps=STEPS)
+        assert set(run.products["0"].values()) == {"sparse"}
+        x = torch.randn(2, 64, 5, 7, generator=torch.Generator().manual_seed(0)).to(memory_format=torch.channels_last)
+        losses = []
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = (model(x if kind == "conv2d" else x.permute(0, 2, 3, 1)).float() - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert any(copies_of(run).values()) is (not is_sharded and case[0] != "sdgp")
+        results.append((losses, [p.detach() for p in model.parameters()]))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))

@@ -125,9 +125,14 @@ def _parallel_obstacle(module: SparseMixin) -> str | None:
 
 
 def _prepare_sparse(module: SparseMixin, dtype: torch.dtype) -> None:
-    """Note a call in a type that is not packed, for the run to see; pack again what was changed by hand."""
+    """Note a call in a type that is not packed, or with a part of the weight, for the run to see; pack again what was changed by
+    hand."""
     layer = module._nmsparse
     if layer.sparse is None or not module.training:
+        return
+    if is_sharded(module.weight):
+        if not layer.sparse.meets_parts:  # written once: compilers guard on it
+            layer.sparse.meets_parts = True
         return
     if layer.sparse.has_engine and dtype != layer.sparse.judged_dtype and layer.sparse.met_dtype != dtype:
         layer.sparse.met_dtype = dtype

@@ -101,10 +101,9 @@ class LinearCall:
         return matrix.t() if self.is_transposed else matrix
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        weight_oi = self._view(weight)
         if self.sparse is not None and self.sparse.output:
-            return self.sparse.multiply_forward(x, bias, (weight_oi.shape[0], weight_oi.shape[1]))
-        used = forward_weight(self.layer, self.training, weight_oi).to(dtype)
+            return self.sparse.multiply_forward(x, bias, weight, self.layer.recipe, self.layer.state)
+        used = forward_weight(self.layer, self.training, self._view(weight)).to(dtype)
         if self.layer.recipe.runs_in_fp8:
             y = matmul_fp8(x, used.t(), E4M3)
             return y if bias is None else y + bias

@@ -1,7 +1,8 @@
 """The products of a linear layer on sparse tensor cores.
 
 A weight is pruned and packed between optimizer steps, into buffers with fixed addresses: compiled graphs and CUDA graphs
-see constants, and micro-batches share them. Gradients are packed in the backward pass. A stored weight is (O, I), or (I, O)
+see constants, and micro-batches share them. A weight that FSDP2 gathers for each pass is packed in that pass. Gradients are
+packed in the backward pass. A stored weight is (O, I), or (I, O)
 in transformers' Conv1D; which copy is K-major and which M-major follows from that, and nothing is ever transposed.
 
 Legend: T tokens, O out_features, I in_features; x (T, I), grad (T, O).
@@ -75,6 +76,10 @@ class SparseProducts:
     """The packed weight for `output` and for `grad_input`."""
     packs_late: bool = False
     """The copy for `grad_input` is not kept: each backward pass makes it anew, which costs a read of the weight."""
+    packs_in_passes: bool = False
+    """No copy is kept: between passes the weight is sharded, and FSDP2 gathers it for each of them."""
+    meets_parts: bool = False
+    """A pass was given a part of the weight: tensor parallelism, which is emulated."""
     packed_from: tuple[int, int] | None = None
     """Address and version of the weight when it was packed."""
     packed_weight: ReferenceType[Tensor] | None = None
@@ -95,7 +100,7 @@ class SparseProducts:
     def is_fresh(self, weight: Tensor) -> bool:
         """The copies in use are of this weight as it is. What changes it behind torch's back (``.data``, a fused optimizer)
         goes unseen here."""
-        in_use = self.output or (self.grad_input and GRAD_INPUT in self.copies)
+        in_use = not self.packs_in_passes and (self.output or (self.grad_input and GRAD_INPUT in self.copies))
         is_the_same = self.packed_weight is not None and self.packed_weight() is weight
         return not in_use or (is_the_same and self.packed_from == (weight.data_ptr(), weight._version))
 
@@ -111,13 +116,15 @@ class SparseProducts:
 
     def serves(self, dtype: torch.dtype) -> bool:
         """Whether a call in this type can use what is packed."""
-        return dtype == self.dtype and self.is_active
+        return dtype == self.dtype and self.is_active and not self.meets_parts
 
     # ---- between steps ----
 
     @torch.no_grad()
     def pack(self, weight: Tensor, recipe: Recipe, state: State) -> None:
         """Prune and pack the stored weight for the products that are active."""
+        if self.packs_in_passes:
+            return
         stored = weight.detach().flatten(1)  # a 1x1 convolution is (O, I, 1, 1)
         wants_backward = self.grad_input and not recipe.prunes_channels and not self.packs_late
         if self.packs_late:
@@ -168,24 +175,31 @@ class SparseProducts:
 
     # ---- in forward and backward ----
 
-    def multiply_forward(self, x: Tensor, bias: Tensor | None, sizes: tuple[int, int]) -> Tensor:
+    def _sizes(self, weight: Tensor) -> tuple[int, int]:
+        """O and I of a stored weight."""
+        rows, columns = weight.shape
+        return (columns, rows) if self.is_transposed else (rows, columns)
+
+    def multiply_forward(self, x: Tensor, bias: Tensor | None, weight: Tensor, recipe: Recipe, state: State) -> Tensor:
         """Y = X Wf^T + b."""
-        out_features, in_features = sizes
-        return sparse_matmul(self.copies[OUTPUT], x, bias, out_features, in_features, self.is_transposed, True, True)
+        out_features, in_features = self._sizes(weight)
+        copy = self._pack_here(weight, recipe, state, along_inputs=True) if self.packs_in_passes else self.copies[OUTPUT]
+        return sparse_matmul(copy, x, bias, out_features, in_features, self.is_transposed, True, True)
 
     def multiply_backward(
         self, grad: Tensor, weight: Tensor, recipe: Recipe, state: State, packed_from: tuple[int, int] | None
     ) -> Tensor:
         """dX = G Wb. ``packed_from`` is what was packed when the forward pass began: ``weight`` itself may come from elsewhere
         (``torch.autograd.graph.save_on_cpu``)."""
-        out_features, in_features = weight.shape[::-1] if self.is_transposed else weight.shape
+        out_features, in_features = self._sizes(weight)
         order = recipe.row_order(state)
         rows = grad if order is None else grad.index_select(1, order)
         copy = self._backward_copy(weight, recipe, state, packed_from)
         return sparse_matmul(copy, rows, None, in_features, out_features, not self.is_transposed, True, True)
 
     def _backward_copy(self, weight: Tensor, recipe: Recipe, state: State, packed_from: tuple[int, int] | None) -> Tensor:
-        if not self.packs_late and packed_from in (None, self.packed_from):
+        is_kept = not self.packs_late and not self.packs_in_passes
+        if is_kept and packed_from in (None, self.packed_from):
             return self.copies[GRAD_INPUT]
         if recipe.packing is None or recipe.row_order(state) is not None:
             raise RuntimeError(
@@ -193,8 +207,14 @@ class SparseProducts:
                 "backward pass the layer was called with other weights (functional_call, a teacher). Call those in eval mode, or "
                 "sparsify with emulate=True."
             )
+        return self._pack_here(weight, recipe, state, along_inputs=False)
+
+    def _pack_here(self, weight: Tensor, recipe: Recipe, state: State, *, along_inputs: bool) -> Tensor:
+        """A copy that lives as long as the product it is for."""
+        assert recipe.packing is not None, "a recipe that no kernel knows packs between steps only"
         mask, scale = self._operands_of(recipe.packing, state)
-        packed: Tensor = pack_weight(weight, mask, scale, not self.is_transposed, self.is_transposed, self.dtype)
+        along_columns = along_inputs is not self.is_transposed
+        packed: Tensor = pack_weight(weight, mask, scale, not self.is_transposed, along_columns, self.dtype)
         return packed
 
     def pack_gradient(
@@ -226,7 +246,7 @@ class SparseProducts:
 
     def multiply_channels(self, packed: Tensor, factor: Tensor | None, weight: Tensor, tokens: int) -> Tensor:
         """dX = Gd W with a packed Gd and the whole stored weight."""
-        out_features = weight.shape[1] if self.is_transposed else weight.shape[0]
+        out_features, _ = self._sizes(weight)
         grad_x = sparse_matmul(packed, weight, None, padded(tokens), out_features, False, self.is_transposed, False)[:tokens]
         return grad_x if factor is None else (grad_x * factor[:, None]).to(grad_x.dtype)
 
