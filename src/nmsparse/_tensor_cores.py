@@ -24,9 +24,9 @@ SPARSE = "sparse"
 PARALLEL = "emulated: tensor parallelism splits its weight"
 SPARES_MEMORY = True
 """Some layers make their backward copy in each backward pass, so that a model needs no more memory than in dense training."""
-KEPT, LATE = 2, -7
+KEPT, LATE, MASK = 2, -7, 8
 """Eighths of a byte per weight beyond the 2 bytes that compiled dense training keeps from the forward to the backward pass:
-with both copies (of 9/8 bytes each), and with the forward copy alone."""
+with both copies (of 9/8 bytes each), and with the forward copy alone; a mask that the recipe keeps comes on top of either."""
 
 
 class Verdict(Protocol):
@@ -168,18 +168,19 @@ class TensorCores:
 
     def _spare_memory(self, layers: Sequence[LayerHandle]) -> None:
         """Choose the layers that pack late: as few as make up for what the others keep, spread over the model."""
-        excess = 0
+        excess, packing = 0, self.recipe.packing
+        mask = 0 if packing is None or packing.mask is None else MASK
         for handle in layers:
             sparse = handle.layer.sparse
             assert sparse is not None, "decided before"
-            is_kernel = self.recipe.packing is not None and self.recipe.row_order(handle.state) is None
+            is_kernel = packing is not None and self.recipe.row_order(handle.state) is None
             has_both = sparse.output and sparse.grad_input and not self.recipe.prunes_channels
             if not SPARES_MEMORY or not is_kernel or not has_both or sparse.packs_in_passes:
                 sparse.packs_late = False
                 continue
             size = handle.parameter.numel()
-            sparse.packs_late = excess + KEPT * size > 0
-            excess += (LATE if sparse.packs_late else KEPT) * size
+            sparse.packs_late = excess + (KEPT + mask) * size > 0
+            excess += (mask + (LATE if sparse.packs_late else KEPT)) * size
 
     def _examine(self, handle: LayerHandle, verdict: Verdict) -> SparseProducts:
         weight = handle.parameter

@@ -198,6 +198,13 @@ def test_packed_copies_take_no_more_than_the_16_bit_weights_of_dense_training(wi
     assert bytes_per_weight(run) > 2 - 1.125 * largest / total, "no more layers than needed"
 
 
+def test_a_mask_that_is_kept_counts_too() -> None:
+    """It takes a byte per weight, which leaves no room for a second copy beside it."""
+    _, _, run = make(nm.FST("2:4", dense_tail=0.0))
+    assert all(how == {"output"} for how in copies_of(run).values())
+    assert bytes_per_weight(run) == 1.125
+
+
 def test_a_single_copy_is_always_kept() -> None:
     for recipe in (nm.SSTE("2:4"), nm.BiMask("2:4"), nm.SDGP("2:4"), nm.Trio("2:4", forward="double-soft")):
         _, _, run = make(recipe)
