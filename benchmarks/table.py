@@ -46,11 +46,11 @@ def overhead_table() -> str:
 
 
 def steps_table(rows: list[Row]) -> list[str]:
-    newest = {(row["model"], row["recipe"]): row for row in rows if row["suite"] == "steps"}
+    newest = {(row["suite"], row["model"], row["recipe"]): row for row in rows if row["suite"] in ("steps", "sharded")}
     lines = ["| whole training step | recipe | dense, ms | sparse, ms | **speed-up** | joules | peak memory |"]
     lines.append("|---|---|---|---|---|---|---|")
-    for (model, recipe), row in newest.items():
-        note = " *" if row.get("note") else ""
+    for (suite, model, recipe), row in newest.items():
+        note = (", FSDP2" if suite == "sharded" else "") + (" *" if row.get("note") else "")
         joules = "-" if row["sparse_joules"] is None else f"{row['sparse_joules'] / row['dense_joules']:.2f}"
         memory = "-" if row["memory"] is None else f"{row['memory']:.3f}"
         cells = [f"{model} x{row['blocks']}{note}", f"`{recipe}`", f"{row['dense_ms']:.1f}", f"{row['sparse_ms']:.1f}"]

@@ -15,7 +15,7 @@ from torch import nn
 import nmsparse as nm
 from nmsparse.kernels import _dispatch
 from nmsparse.workbench.bench import MODELS, _timing, headline, meta_model
-from nmsparse.workbench.bench._blocks import Shape, make_blocks, make_trainer, through_blocks
+from nmsparse.workbench.bench._blocks import Shape, make_blocks, make_trainer, one_rank, through_blocks
 from nmsparse.workbench.bench._power import PowerMeter, Sample
 
 TINY = {"llama": Shape("llama", 2, 64, 128, 4, 2, 32, 2), "gpt2": Shape("gpt2", 2, 64, 128, 4, 4, 32, 2)}
@@ -37,11 +37,15 @@ def test_blocks_compute_what_the_model_of_transformers_computes(family: str) -> 
         torch.testing.assert_close(through_blocks(model, x + positions), expected)
 
 
-@pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_sparse_step_moves_weights_and_random_numbers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def reference_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_dispatch, "TABLE", [_dispatch.REFERENCE])
     monkeypatch.setattr("nmsparse._tensor_cores.Rule.unprofitable", lambda *_: None)
+
+
+@pytest.mark.usefixtures("eager", "reference_engine")
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_sparse_step_moves_weights_and_random_numbers(family: str) -> None:
     trainer = make_trainer(TINY[family], "cpu", nm.Trio("2:4"), None)
     assert trainer.run is not None
     assert all("sparse" in how.values() for how in trainer.run.products.values())
@@ -53,6 +57,22 @@ def test_a_sparse_step_moves_weights_and_random_numbers(family: str, monkeypatch
     trainer.step()
     assert not torch.equal(before, trainer.model.get_submodule(name).weight)
     assert trainer.run.step == 1
+
+
+@pytest.mark.usefixtures("eager", "reference_engine")
+def test_a_sharded_step_gathers_weights_and_packs_them_in_its_passes() -> None:
+    with one_rank():
+        trainer = make_trainer(TINY["llama"], "cpu", nm.Trio("2:4"), None, sharded=True)
+        assert trainer.run is not None
+        for handle in trainer.run._layers.values():
+            assert "sparse" in trainer.run.products[handle.name].values()
+            assert handle.layer.sparse.packs_in_passes
+        name = trainer.run.layers[0]
+        before = trainer.model.get_submodule(name).weight.full_tensor().clone()
+        for _ in range(2):
+            trainer.step()
+        assert not torch.equal(before, trainer.model.get_submodule(name).weight.full_tensor())
+        assert trainer.run.step == 2
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -113,7 +133,7 @@ def test_without_a_gpu_measuring_says_so(command: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (("bench", "nonsense"), "'nonsense' is not one of kernels, products, layer, steps"),
+        (("bench", "nonsense"), "'nonsense' is not one of kernels, products, layer, steps, sharded"),
         (("bench", "kernels", "--inference"), "--inference measures served models, not the suites of training"),
         (("bench", "--model", "gpt5"), "'gpt5' is not one of llama-8b"),
         (("plan", "llama-8b", "--recipe", "none"), "there is no recipe named 'none'"),

@@ -132,7 +132,10 @@ def plan(
 
 @app.command(short_help="Measure this GPU: kernels, products, layers, steps.")
 def bench(
-    suites: Annotated[list[str] | None, typer.Argument(help="kernels, products, layer, steps; all of them by default.")] = None,
+    suites: Annotated[
+        list[str] | None,
+        typer.Argument(help="kernels, products, layer, steps, sharded (steps under FSDP2); all of them by default."),
+    ] = None,
     models: Annotated[list[str] | None, typer.Option("--model", help="Shapes for the steps; repeat for several.")] = None,
     seconds: Annotated[float, typer.Option(min=0.05, help="How long each side runs before the other has its turn.")] = 1.0,
     turns: Annotated[int, typer.Option(min=1, help="Turns of each side.")] = 2,

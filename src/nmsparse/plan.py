@@ -181,8 +181,9 @@ def plan(
     type of the products (that of autocast), ``device`` where training will run if that is not where the weights are (they
     may be on the meta device). The model is not changed. On a machine without support the plan says so.
 
-    The packing of a weight counts once per update. To spare memory, some layers (about two in nine) pack their copy for
-    `grad_input` in every backward pass instead, which is not counted: about 0.1 ms for a 14336 x 4096 weight on an H200.
+    The packing of a weight counts once per update; under FSDP2 it happens in every micro-batch, so give those as updates of one.
+    To spare memory, some layers (about two in nine; of ``fst``, all) pack their copy for `grad_input` in every backward pass
+    instead, which is not counted: about 0.1 ms for a 14336 x 4096 weight on an H200.
     """
     if tokens < 1 or micro_batches < 1:
         raise ValueError(f"tokens and micro_batches count from 1, got {tokens} and {micro_batches}.")

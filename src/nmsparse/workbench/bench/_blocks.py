@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import nmsparse as nm
 from nmsparse.nn import fused_mlp
@@ -128,14 +130,41 @@ class Trainer:
     optimizer: torch.optim.Optimizer
 
 
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def shard_(model: nn.Module) -> None:
+    """Block by block, as trainers do; products and gathered weights in bf16, sums of gradients in fp32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (*blocks_of(model), model):
+        fully_shard(module, mp_policy=policy)
+
+
 def make_trainer(
-    shape: Shape, device: str, recipe: nm.Recipe | None, plan: nm.Plan | None, emulate: bool = False, fused: bool = False
+    shape: Shape,
+    device: str,
+    recipe: nm.Recipe | None,
+    plan: nm.Plan | None,
+    emulate: bool = False,
+    fused: bool = False,
+    sharded: bool = False,
 ) -> Trainer:
+    """``sharded`` by FSDP2, over the ranks that there are."""
     torch.manual_seed(0)
     model = make_blocks(shape, device)
     if fused:
         fuse_mlps_(model)
     run = None if recipe is None else nm.sparsify_(model, recipe, plan=plan, emulate=emulate)
+    if sharded:
+        shard_(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
     if run is not None:
         run.attach(optimizer, total_steps=1_000_000)
@@ -148,7 +177,7 @@ def make_trainer(
 
     def compute() -> None:
         with torch.autocast(device, torch.bfloat16):
-            hidden = through_blocks(model, inputs)
+            hidden = model(inputs_embeds=inputs).last_hidden_state if sharded else through_blocks(model, inputs)
             loss = (hidden.float() * target).mean()
         loss.backward()
 

@@ -72,7 +72,7 @@ def headline(row: dict[str, Any]) -> str:
         what = f"{row['model']} x{row['blocks']} {row['phase']} {row['batch']} x {row['length']}"
         times = f"{row['dense_ms']:.3f} -> {row['sparse_ms']:.3f} ms"
         return f"{what:40} {row['speedup']:6.2f}x   {times}   {row['packed']} of {row['layers']} layers sparse"
-    what = f"{row['model']} x{row['blocks']} {row['recipe']}"
+    what = f"{row['model']} x{row['blocks']} {row['recipe']}" + (", FSDP2" if row["suite"] == "sharded" else "")
     joules = "" if row["sparse_joules"] is None else f"   {row['dense_joules']:.1f} -> {row['sparse_joules']:.1f} J"
     times = f"{row['dense_ms']:.2f} -> {row['sparse_ms']:.2f} ms"
     memory = "" if row["memory"] is None else f"   memory {row['memory']:.3f}"

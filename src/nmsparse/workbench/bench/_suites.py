@@ -20,7 +20,7 @@ from nmsparse.kernels import (
     sparse_matmul,
     time_products,
 )
-from nmsparse.workbench.bench._blocks import MODELS, Shape, blocks_of, captured, make_trainer
+from nmsparse.workbench.bench._blocks import MODELS, Shape, blocks_of, captured, make_trainer, meta_model, one_rank
 from nmsparse.workbench.bench._records import Recorder
 from nmsparse.workbench.bench._timing import alternate, fastest_blas, replayed, side_facts
 
@@ -201,18 +201,28 @@ def bench_steps(record: Recorder, seconds: float, turns: int, models: list[str])
             compare_steps(record, model, MODELS[model], nm.recipe(name, "2:4"), seconds, turns)
 
 
-def compare_steps(record: Recorder, model: str, shape: Shape, recipe: nm.Recipe, seconds: float, turns: int) -> None:
+def bench_sharded(record: Recorder, seconds: float, turns: int, models: list[str]) -> None:
+    """The same steps under FSDP2 on this GPU alone: nothing travels, but weights are gathered, and packed, in every pass."""
+    with one_rank():
+        for model in models:
+            if not MODELS[model].graph:  # FSDP2's passes are not captured
+                compare_steps(record, model, MODELS[model], nm.recipe("trio", "2:4"), seconds, turns, sharded=True)
+
+
+def compare_steps(
+    record: Recorder, model: str, shape: Shape, recipe: nm.Recipe, seconds: float, turns: int, sharded: bool = False
+) -> None:
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = 64
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    dense = make_trainer(shape, "cuda", None, None)
-    plan = nm.plan(dense.model, recipe, shape.tokens)
+    plan = nm.plan(meta_model(model), recipe, shape.tokens, device="cuda")
+    dense = make_trainer(shape, "cuda", None, None, sharded=sharded)
     for _ in range(3):
         dense.step()
     dense_holds = torch.cuda.memory_allocated() - before
-    sparse = make_trainer(shape, "cuda", recipe, plan)
+    sparse = make_trainer(shape, "cuda", recipe, plan, sharded=sharded)
     for _ in range(3):
         sparse.step()
     sparse_holds = torch.cuda.memory_allocated() - before - dense_holds
@@ -230,8 +240,8 @@ def compare_steps(record: Recorder, model: str, shape: Shape, recipe: nm.Recipe,
         sides = alternate(steps, seconds, turns)
     assert sparse.run is not None, "made with a recipe"
     record.add(
-        "steps", model=model, recipe=recipe.name, blocks=shape.blocks, tokens=shape.tokens, length=shape.length,
-        graph=shape.graph, blas=blas,
+        "sharded" if sharded else "steps", model=model, recipe=recipe.name, blocks=shape.blocks, tokens=shape.tokens,
+        length=shape.length, graph=shape.graph, blas=blas,
         speedup=round(sides["dense"].ms / sides["sparse"].ms, 3), predicted=round(plan.speedup(sides["dense"].ms), 3),
         memory=round(peaks["sparse"] / peaks["dense"], 3), dense_gib=round(peaks["dense"] / 2**30, 2),
         products=_counts(sparse.run.products), **side_facts("dense", sides["dense"]), **side_facts("sparse", sides["sparse"]),
@@ -255,6 +265,7 @@ SUITES: dict[str, Callable[[Recorder, float, int, list[str]], None]] = {
     "products": bench_products,
     "layer": bench_layer,
     "steps": bench_steps,
+    "sharded": bench_sharded,
 }
 
 
