@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import nmsparse as nm
-from nmsparse.kernels import _dispatch
 from nmsparse.workbench.bench import MODELS, _timing, headline, meta_model
 from nmsparse.workbench.bench._blocks import Shape, make_blocks, make_trainer, one_rank, through_blocks
 from nmsparse.workbench.bench._power import PowerMeter, Sample
@@ -35,12 +34,6 @@ def test_blocks_compute_what_the_model_of_transformers_computes(family: str) -> 
         expected = model(inputs_embeds=x).last_hidden_state
         positions = model.wpe(torch.arange(32)) if family == "gpt2" else 0.0  # GPT-2 adds them before its blocks
         torch.testing.assert_close(through_blocks(model, x + positions), expected)
-
-
-@pytest.fixture
-def reference_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dispatch, "TABLE", [_dispatch.REFERENCE])
-    monkeypatch.setattr("nmsparse._tensor_cores.Rule.unprofitable", lambda *_: None)
 
 
 @pytest.mark.usefixtures("eager", "reference_engine")

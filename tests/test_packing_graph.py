@@ -11,7 +11,6 @@ from torch import nn
 import nmsparse as nm
 from nmsparse import _tensor_cores
 from nmsparse._tensor_cores import PackingGraph, Rule
-from nmsparse.kernels import _dispatch
 
 
 class Graph:
@@ -30,10 +29,8 @@ class Graph:
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def graphs(monkeypatch: pytest.MonkeyPatch, reference_engine: None) -> None:
     Graph.captured = 0
-    monkeypatch.setattr(_dispatch, "TABLE", [_dispatch.REFERENCE])
-    monkeypatch.setattr(Rule, "unprofitable", lambda *_: None)
     monkeypatch.setattr(PackingGraph, "_is_kernel", staticmethod(lambda handle: bool(handle.layer.sparse.copies)))
     monkeypatch.setattr(PackingGraph, "_capture", staticmethod(Graph))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -11,16 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nmsparse as nm
-from nmsparse.kernels import ACTIVATIONS, _dispatch, activate, activation_backward
+from nmsparse.kernels import ACTIVATIONS, activate, activation_backward
 from nmsparse.nn import _mlp, fused_mlp
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
 WIDTH = 64
-
-
-@pytest.fixture(autouse=True)
-def reference_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dispatch, "TABLE", [_dispatch.REFERENCE])
-    monkeypatch.setattr("nmsparse._tensor_cores.Rule.unprofitable", lambda *_: None)
 
 
 class RoundedOnce(torch.autograd.Function):
