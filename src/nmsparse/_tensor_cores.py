@@ -213,6 +213,8 @@ class TensorCores:
             return "its weight is flattened"
         if weight.dtype == torch.float64:
             return "float64 is not computed on tensor cores"
+        if handle.module.is_stack:
+            return "the experts' module multiplies them itself"
         if not handle.module.multiplies_matrices:
             return "only 1x1 convolutions of stride 1 are matrix products"
         packing = recipe.packing

@@ -70,7 +70,7 @@ class LayerHandle:
     @property
     def is_live(self) -> bool:
         """False once the module was densified or converted anew."""
-        return isinstance(self.module, SparseMixin) and self.module._nmsparse is self.layer
+        return isinstance(self.module, SparseMixin) and getattr(self.module, "_nmsparse", None) is self.layer
 
     @property
     def state(self) -> State:

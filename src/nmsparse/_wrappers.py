@@ -42,7 +42,7 @@ def check_untied(layers: Sequence[LayerHandle], model: nn.Module) -> None:
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             owner = by_weight.get(id(parameter))
-            if owner is not None and module is not owner.module:
+            if owner is not None and module is not owner.module.holder:
                 other = name if key == "weight" else f"{name}.{key}"
                 raise ValueError(
                     f"{owner.name} and {other} share one weight, {tuple(owner.shape)}, tied after sparsify_, so what is done to "

@@ -198,7 +198,7 @@ def plan(
     planner.search([size for size in sizes.values() if size is not None])
     for name, size in sizes.items():
         if size is None:
-            skipped[name] = "it is no matrix product"
+            skipped[name] = "it is no matrix product of its own"
             continue
         if size not in known:
             known[size] = planner.layer(*size)

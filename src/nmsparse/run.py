@@ -17,7 +17,7 @@ from nmsparse._step_clock import Shared, StepClock
 from nmsparse._tensor_cores import Rule, TensorCores, Verdict
 from nmsparse._update import LayerHandle
 from nmsparse._wrappers import check_shapes, check_untied, parameters_of
-from nmsparse.nn import Permuted, SparseModule, Targets, convert_, layer_of, ranks, reshard
+from nmsparse.nn import Permuted, SparseModule, Targets, convert_, layer_of, ranks, reshard, sparse_modules
 from nmsparse.recipes import Recipe, recipe_info
 
 
@@ -302,8 +302,9 @@ class Run:
     def copy_state_to(self, model: nn.Module) -> None:
         """Give a copy of the model the masks, scales and phases that its original has now. A copy (an average of the weights, for
         instance) keeps those of the moment it was made; before it is evaluated it wants the present ones."""
+        copies: dict[str, nn.Module] = dict(sparse_modules(model))
         for name, handle in self._layers.items():
-            target = layer_of(model.get_submodule(name))
+            target = layer_of(copies.get(name, model))
             for key, value in handle.state.items():
                 target.state[key].copy_(value)
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from toys import CASES, STEPS, assert_identical, case_id, make_data, make_optimizer
 
 import nmsparse as nm
+from nmsparse.nn import sparse_modules
 
 Case = tuple[str, dict[str, Any]]
 TOLERANCE = 1e-12
@@ -73,7 +74,7 @@ def results(model: nn.Module, run: nm.Run) -> dict[str, Any]:
     return {
         "weights": {name: whole(p) for name, p in bare.named_parameters()},
         "gradients": {name: whole(p.grad) for name, p in bare.named_parameters()},
-        "seen": {name: whole(nm.effective_weight(bare.get_submodule(name))) for name in run.layers},
+        "seen": {name: whole(nm.effective_weight(module)) for name, module in sparse_modules(bare)},
         "stats": run.stats(),
         "saved": run.state_dict(),
     }

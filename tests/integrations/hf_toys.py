@@ -49,6 +49,11 @@ def make_model(kind: str, seed: int = 0) -> nn.Module:
             vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
         )
         return transformers.T5ForConditionalGeneration(config)
+    if kind == "gpt_oss":  # its experts are stored transposed, and have biases
+        config = transformers.GptOssConfig(
+            **small, intermediate_size=32, num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2
+        )
+        return transformers.GptOssForCausalLM(config)
     assert kind == "mixtral"
     config = transformers.MixtralConfig(
         **small, intermediate_size=32, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2

@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from hf_toys import make_model, make_trainer
-from torch import nn
+from torch import Tensor, nn
 from toys import same
 
 import nmsparse as nm
 from nmsparse.checkpoint import TensorFiles
 from nmsparse.functional import violations
 from nmsparse.integrations.transformers import SparsityCallback
-from nmsparse.nn import grouped_dim
+from nmsparse.nn import grouped_weights
 
 SPARSE = {
     "bert": ["query", "key", "value", "dense"],
@@ -21,7 +22,8 @@ SPARSE = {
     "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "vit": ["q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2"],
     "t5": ["q", "k", "v", "o", "wi", "wo"],
-    "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "gpt_oss": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"],
 }
 
 
@@ -34,11 +36,12 @@ def test_architecture_trains_and_obeys_the_pattern(tmp_path: Path, kind: str) ->
     assert sum(losses[-4:]) < sum(losses[:4])
     assert {name.rpartition(".")[2] for name in callback.run.layers} == set(SPARSE[kind])
     nm.freeze_(trainer.model)
+    dims = dict(grouped_weights(trainer.model))
     for name in callback.run.layers:
-        layer = trainer.model.get_submodule(name)
-        dim = grouped_dim(layer)
-        assert dim == (0 if kind == "gpt2" else 1)
-        assert int(violations(layer.weight, "2:4", dim)) == 0
+        key = name if "experts" in name else f"{name}.weight"
+        weight = trainer.model.get_parameter(key)
+        assert dims[key] == {"gpt2": 0, "gpt_oss": 1}.get(kind, weight.ndim - 1)
+        assert int(violations(weight, "2:4", dims[key])) == 0
 
 
 @pytest.mark.parametrize("kind", SPARSE)
@@ -49,21 +52,31 @@ def test_state_dict_keys_stay_those_of_the_architecture(kind: str) -> None:
     assert same(nm.densify_(model), plain)
 
 
-def test_expert_parameters_stay_dense_and_say_why() -> None:
-    run = nm.sparsify_(make_model("mixtral"), nm.SRSTE("2:4"))
-    for name in ("gate_up_proj", "down_proj"):
-        assert run.skipped[f"model.layers.0.mlp.experts.{name}"].startswith("a stack of 4 matrices (experts)")
-    assert not any("experts" in name for name in run.layers)
+class Experts(nn.Module):
+    """Somebody's own, of whose forward nothing is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 16, 8))
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(torch.einsum("bi,eio->bo", x, self.up))
 
 
-def test_excluded_expert_parameters_need_no_reason() -> None:
+def test_experts_of_unknown_modules_stay_dense_and_say_why() -> None:
+    run = nm.sparsify_(nn.Sequential(Experts(), nn.Linear(8, 4)), nm.SRSTE("2:4"))
+    assert run.skipped["0.up"].startswith("a stack of 4 matrices (experts) that Experts multiplies itself")
+    with pytest.raises(ValueError, match=r"It matches 0\.up, a stack of 4 .* cannot be sparse yet"):
+        nm.sparsify_(nn.Sequential(Experts(), nn.Linear(8, 4)), nm.SRSTE("2:4"), targets=["mix", "up"])
+
+
+def test_expert_parameters_are_chosen_and_excluded_by_name() -> None:
     run = nm.sparsify_(make_model("mixtral"), nm.SRSTE("2:4"), exclude=["gate_up_proj", "lm_head"])
-    assert list(run.skipped) == ["model.layers.0.mlp.experts.down_proj"]
-
-
-def test_expert_parameter_named_as_a_target_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"experts\.gate_up_proj, a stack of 4 .* cannot be sparse yet"):
-        nm.sparsify_(make_model("mixtral"), nm.SRSTE("2:4"), targets=["q_proj", "gate_up_proj"])
+    assert run.skipped == {}
+    assert [name for name in run.layers if "experts" in name] == ["model.layers.0.mlp.experts.down_proj"]
+    run = nm.sparsify_(make_model("mixtral"), nm.SRSTE("2:4"), targets=["gate_up_proj"])
+    assert run.layers == ["model.layers.0.mlp.experts.gate_up_proj"]
 
 
 def test_position_embeddings_and_convolutions_are_not_taken_for_experts() -> None:

@@ -26,6 +26,7 @@ CLASSES = {
     "vit": "AutoModelForImageClassification",
     "t5": "AutoModelForSeq2SeqLM",
     "mixtral": "AutoModelForCausalLM",
+    "gpt_oss": "AutoModelForCausalLM",
 }
 
 

@@ -2,13 +2,15 @@
 
 from nmsparse.checkpoint._convert import Converted, convert
 from nmsparse.checkpoint._files import TensorFiles
-from nmsparse.checkpoint._format import Layout, unpack_tensor
+from nmsparse.checkpoint._format import INDICES, VALUES, Layout, unpack_tensor
 from nmsparse.checkpoint._load import load
 from nmsparse.checkpoint._onnx import OnnxReport, OnnxWeight, export_onnx
 from nmsparse.checkpoint._save import save
 from nmsparse.checkpoint._verify import Checked, Report, verify
 
 __all__ = [
+    "INDICES",
+    "VALUES",
     "Checked",
     "Converted",
     "Layout",

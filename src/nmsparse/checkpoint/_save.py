@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nmsparse._saved import describe
 from nmsparse.checkpoint._format import INDEX, INDICES, SPARSITY, VALUES, VERSION, WEIGHTS, Layout, pack_tensor
 from nmsparse.functional import violations
-from nmsparse.nn import final_weight, grouped_dim, is_sharded, sparse_modules
+from nmsparse.nn import final_weight, grouped_weights, is_sharded, sparse_modules
 from nmsparse.pattern import Pattern
 
 
@@ -69,22 +69,18 @@ def final_tensors(
             "pattern."
         )
     layouts: dict[str, Layout] = {}
+    patterns: dict[str, Pattern] = {}
     recipe = None
     for name, module in sparse_modules(model):
-        key = f"{name}.weight" if name else "weight"
-        layer_recipe = module._nmsparse.recipe
-        tensors[key] = final_weight(module)
-        recipe = describe(layer_recipe)
-        dim = grouped_dim(module)
-        if dim is not None and int(violations(tensors[key], layer_recipe.pattern, dim)) == 0:
-            layouts[key] = Layout.of(tensors[key], layer_recipe.pattern, dim)
-    if pattern is not None:
-        for name, module in model.named_modules():
-            key, dim = f"{name}.weight" if name else "weight", grouped_dim(module)
-            if dim is None or key in layouts or key not in tensors or tensors[key].shape[dim] % pattern.m:
-                continue
-            if int(violations(tensors[key], pattern, dim)) == 0:
-                layouts[key] = Layout.of(tensors[key], pattern, dim)
+        tensors[module.key_in(name)] = final_weight(module)
+        patterns[module.key_in(name)] = module._nmsparse.recipe.pattern
+        recipe = describe(module._nmsparse.recipe)
+    for key, dim in grouped_weights(model):
+        wanted = patterns.get(key, pattern)
+        if wanted is None or key not in tensors or tensors[key].shape[dim] % wanted.m:
+            continue
+        if int(violations(tensors[key], wanted, dim)) == 0:
+            layouts[key] = Layout.of(tensors[key], wanted, dim)
     return tensors, layouts, recipe
 
 

@@ -88,6 +88,8 @@ def _check_recipe(recipe: Recipe) -> None:
 
 
 def _obstacle(module: SparseModule) -> str | None:
+    if module.is_stack:
+        return "it is a stack of experts"
     if module.is_transposed:
         return "it stores its weight as (in_features, out_features), so a border between ranks can cut through groups"
     if not module.weight.is_contiguous():

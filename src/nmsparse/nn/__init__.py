@@ -14,6 +14,7 @@ from nmsparse.nn._convert import (
     reshard,
     sparse_modules,
 )
+from nmsparse.nn._experts import EXPERT_NAMES, grouped_weights
 from nmsparse.nn._layer import Layer
 from nmsparse.nn._mlp import fused_mlp
 from nmsparse.nn._modules import (
@@ -34,6 +35,7 @@ from nmsparse.nn._targets import Targets
 from nmsparse.nn._targets import select as select_layers
 
 __all__ = [
+    "EXPERT_NAMES",
     "Layer",
     "PackedLinear",
     "PackedMixin",
@@ -53,6 +55,7 @@ __all__ = [
     "freeze_",
     "fused_mlp",
     "grouped_dim",
+    "grouped_weights",
     "held",
     "is_sharded",
     "keep_forwards_",

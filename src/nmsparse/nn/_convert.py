@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from nmsparse.functional import hash_integers
+from nmsparse.nn._experts import ExpertStack, SparseExpertsMixin, dense_products, refused, swap_in
 from nmsparse.nn._layer import Layer
 from nmsparse.nn._modules import SparseMixin, dense_class, final_weight, sparse_class
 from nmsparse.nn._packed import PackedMixin, unpack_all_
 from nmsparse.nn._permute import Permuted, permute_channels_
 from nmsparse.nn._products import wide
-from nmsparse.nn._targets import Targets, select
+from nmsparse.nn._targets import Target, Targets, select
 from nmsparse.recipes import Recipe
 
 
@@ -44,10 +45,13 @@ class _KeepsForward(RemovedWithSparsity):
 
 
 def sparse_modules(model: nn.Module) -> Iterator[tuple[str, SparseModule]]:
-    """Names and modules of all converted layers."""
+    """Names and modules of all converted layers; stacks of experts, which are parameters, as if they were modules."""
     for name, module in model.named_modules():
         if isinstance(module, SparseMixin):
             yield name, cast(SparseModule, module)
+        elif isinstance(module, SparseExpertsMixin):
+            for key, stack in module._nmsparse_stacks.items():
+                yield f"{name}.{key}" if name else key, cast(SparseModule, stack)
 
 
 def convert_(
@@ -75,7 +79,8 @@ def convert_(
         )
     permuted = Permuted()
     if recipe.permutes_channels:
-        permuted = permute_channels_(model, {name: selection.layers[name] for name in records}, recipe.pattern)
+        modules = {name: module for name in records if isinstance(module := selection.layers[name], nn.Module)}
+        permuted = permute_channels_(model, modules, recipe.pattern)
         skipped.update({f"{name} (permutation)": why for name, why in permuted.skipped.items()})
         for layer in records.values():
             layer.permuted = permuted
@@ -125,13 +130,32 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
     return owners
 
 
-def _examine(name: str, module: nn.Module, recipe: Recipe, owners: dict[int, list[str]], seed: int) -> Layer | str:
+def _examine(name: str, module: Target, recipe: Recipe, owners: dict[int, list[str]], seed: int) -> Layer | str:
     """A record for a layer that can be sparse, or the reason why it stays dense."""
-    if isinstance(module, SparseMixin):
-        present = module._nmsparse.recipe
+    layer = getattr(module, "_nmsparse", None)
+    if isinstance(module, SparseMixin) and layer is not None:
         raise ValueError(
-            f"{_label(name)} is sparse already ({present.name} {present.pattern}): call densify_ first, or exclude it."
+            f"{_label(name)} is sparse already ({layer.recipe.name} {layer.recipe.pattern}): call densify_ first, or exclude it."
         )
+    if isinstance(module, ExpertStack):
+        why = refused(recipe) or _unfit(name, name, module.weight, owners)
+    else:
+        why = _unswappable(module) or _unfit(
+            name, f"{name}.weight" if name else "weight", module._parameters.get("weight"), owners
+        )
+    if why is not None:
+        return why
+    groups = module.groups if isinstance(module, nn.Conv2d) else 1
+    sizes = _view(module, cast(Tensor, module.weight)).shape
+    fit = recipe.fit(sizes[0] // groups, sizes[-1])
+    if fit.refused is not None:
+        return fit.refused
+    dense = {**fit.dense, **(dense_products(recipe) if isinstance(module, ExpertStack) else {})}
+    return Layer(name, recipe, stream=hash_integers(seed, zlib.crc32(name.encode())), dense=dense, groups=groups)
+
+
+def _unswappable(module: nn.Module) -> str | None:
+    """Why our forward cannot take the place of a module's own."""
     if nn.utils.parametrize.is_parametrized(module):
         return "its weight is computed by a parametrization"
     if sparse_class(type(module)) is None:
@@ -140,12 +164,16 @@ def _examine(name: str, module: nn.Module, recipe: Recipe, owners: dict[int, lis
         return f"{type(module).__name__} is a subclass with a forward of its own, which the recipe would replace"
     if "forward" in vars(module):
         return "its forward was replaced on the layer itself, as accelerate's hooks do, which would bypass the recipe"
-    weight = module._parameters.get("weight")
+    return None
+
+
+def _unfit(name: str, key: str, weight: Tensor | None, owners: dict[int, list[str]]) -> str | None:
+    """Why a parameter, known to the model as ``key``, cannot be pruned."""
     if weight is None:
         return "its weight is not a plain parameter (weight norm computes it)"
     if nn.parameter.is_lazy(weight):
         return "its weight has no size yet: run one forward pass before sparsify_"
-    others = [owner for owner in owners[id(weight)] if owner.rpartition(".")[0] != name]
+    others = [owner for owner in owners[id(weight)] if owner != key]
     if others:
         return f"its weight is tied to {others[0]}"
     if not weight.requires_grad:
@@ -157,21 +185,20 @@ def _examine(name: str, module: nn.Module, recipe: Recipe, owners: dict[int, lis
             f"{_label(name)}: its {tuple(weight.shape)} weight holds NaN or Inf, so magnitudes mean nothing; repair or "
             "re-initialise it before sparsify_."
         )
-    groups = module.groups if isinstance(module, nn.Conv2d) else 1
-    sizes = _view(module, weight).shape
-    fit = recipe.fit(sizes[0] // groups, sizes[-1])
-    if fit.refused is not None:
-        return fit.refused
-    return Layer(name, recipe, stream=hash_integers(seed, zlib.crc32(name.encode())), dense=dict(fit.dense), groups=groups)
+    return None
 
 
-def _view(module: nn.Module, tensor: Tensor) -> Tensor:
+def _view(module: Target, tensor: Tensor) -> Tensor:
+    if isinstance(module, ExpertStack):
+        return module.view_weight(tensor)
     kind = cast(type[SparseModule], sparse_class(type(module)))
     return kind.view_weight(cast(SparseModule, module), tensor)
 
 
-def layer_sizes(module: nn.Module) -> tuple[int, int, bool, torch.device, torch.dtype] | None:
+def layer_sizes(module: Target) -> tuple[int, int, bool, torch.device, torch.dtype] | None:
     """Of a layer that is one matrix product: O, I, whether its weight is stored (I, O), where, and in which type."""
+    if isinstance(module, ExpertStack):
+        return None
     kind = sparse_class(type(module))
     weight = module._parameters.get("weight")
     if kind is None or weight is None or nn.parameter.is_lazy(weight) or not cast(Any, kind).multiplies_matrices.fget(module):
@@ -180,15 +207,18 @@ def layer_sizes(module: nn.Module) -> tuple[int, int, bool, torch.device, torch.
     return view.shape[0], view.shape[-1], view.stride(-1) != 1 and weight.ndim == 2, weight.device, weight.dtype
 
 
-def _init_states(records: dict[str, Layer], modules: dict[str, nn.Module]) -> None:
+def _init_states(records: dict[str, Layer], modules: dict[str, Target]) -> None:
     with torch.no_grad():
         for name, layer in records.items():
             layer.init_state(wide(_view(modules[name], cast(Tensor, modules[name].weight).detach())))
 
 
-def _swap(model: nn.Module, records: dict[str, Layer], modules: dict[str, nn.Module]) -> dict[str, SparseModule]:
+def _swap(model: nn.Module, records: dict[str, Layer], modules: dict[str, Target]) -> dict[str, SparseModule]:
     for name, layer in records.items():
         module = modules[name]
+        if isinstance(module, ExpertStack):
+            swap_in(module, layer)
+            continue
         kind = sparse_class(type(module))
         assert kind is not None
         module._nmsparse = layer  # pyrefly: ignore
@@ -256,8 +286,11 @@ def _without_sparsity(kind: type[nn.Module]) -> type[nn.Module]:
 
 def _strip(model: nn.Module) -> list[RemovedWithSparsity]:
     """Turn sparse modules back into plain ones; return the hooks that were taken away."""
-    for _, module in sparse_modules(model):
-        module.__class__ = _without_sparsity(type(module))  # pyrefly: ignore
+    for _, module in list(sparse_modules(model)):
+        holder = module.holder
+        if getattr(holder, "is_swapped", False):  # a module of two stacks is met twice
+            holder.__class__ = _without_sparsity(type(holder))
+        holder.__dict__.pop("_nmsparse_stacks", None)
         del module._nmsparse
     removed: list[RemovedWithSparsity] = []
     for module, key, hook in _hooks(model):

@@ -28,6 +28,17 @@ class SparseMixin:
     """A class of ours in the place of another."""
     is_transposed = False
     """The weight of a linear layer is stored as (I, O)."""
+    is_stack = False
+    """Not a module, but one of the 3-D parameters of a module of experts."""
+
+    @property
+    def holder(self) -> nn.Module:
+        """The module that has the parameter."""
+        return cast(nn.Module, self)
+
+    def key_in(self, name: str) -> str:
+        """Of the parameter in the state dict of a model where this is called ``name``."""
+        return f"{name}.weight" if name else "weight"
 
     def view_weight(self, tensor: Tensor) -> Tensor:
         """A tensor of the parameter's shape as an (O, ..., I) view."""
@@ -45,11 +56,7 @@ class SparseMixin:
         self._nmsparse.refresh(self.weight)
 
     def _replicate_for_data_parallel(self) -> nn.Module:
-        raise RuntimeError(
-            f"{self._nmsparse.name or 'this layer'}: nn.DataParallel runs copies of a layer in threads, which would share its "
-            "masks and packed weights across GPUs. Start one process per GPU with torchrun (DistributedDataParallel), or show "
-            "the program one GPU (CUDA_VISIBLE_DEVICES=0)."
-        )
+        raise refuse_data_parallel(self._nmsparse.name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         self._nmsparse.forget_weight()
@@ -60,6 +67,14 @@ class SparseMixin:
     def extra_repr(self) -> str:
         recipe = self._nmsparse.recipe
         return f"{super().extra_repr()}, {recipe.name} {recipe.pattern}"  # pyrefly: ignore
+
+
+def refuse_data_parallel(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name or 'this layer'}: nn.DataParallel runs copies of a layer in threads, which would share its masks and packed "
+        "weights across GPUs. Start one process per GPU with torchrun (DistributedDataParallel), or show the program one GPU "
+        "(CUDA_VISIBLE_DEVICES=0)."
+    )
 
 
 def autocast_operands(x: Tensor, bias: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor | None, torch.dtype]:
@@ -79,7 +94,7 @@ class SparseLinear(SparseMixin, nn.Linear):  # pyrefly: ignore[inconsistent-inhe
         return _linear(self, input)
 
 
-def _begin_call(module: SparseMixin) -> None:
+def begin_call(module: SparseMixin) -> None:
     """Let the run know that this layer is called, and raise where the call could not be what the recipe wants."""
     layer = module._nmsparse
     if torch.compiler.is_compiling():
@@ -152,7 +167,7 @@ def _apply_products(
 
 def prepare_call(module: Any, input: Tensor) -> tuple[Tensor, Tensor | None, torch.dtype]:
     """Before the products of a linear layer: its input and bias as autocast wants them, and the type to compute in."""
-    _begin_call(module)
+    begin_call(module)
     x, bias, dtype = autocast_operands(input, module.bias, module.weight)
     _prepare_sparse(module, dtype)
     return x, bias, dtype
@@ -190,7 +205,7 @@ class SparseConv2d(SparseMixin, nn.Conv2d):
         return pointwise and _pad_sizes(self) == (0, 0, 0, 0)
 
     def forward(self, input: Tensor) -> Tensor:
-        _begin_call(self)
+        begin_call(self)
         x, bias, dtype = autocast_operands(input, self.bias, self.weight)
         sparse = self._nmsparse.sparse
         if self.training and sparse is not None and sparse.is_active:
@@ -238,7 +253,7 @@ def _sparse_conv1d(base: type[nn.Module]) -> type[nn.Module]:
     )
 
 
-class _Unannounced:
+class Unannounced:
     """First base of a class made on demand: what somebody's class does to its subclasses (a registry, say) is not for ours."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -249,7 +264,7 @@ class _Unannounced:
 def _sparse_subclass(kind: type[nn.Module], sparse: type[nn.Module]) -> type[nn.Module]:
     """For somebody's subclass that leaves the forward as torch has it."""
     contents = {"__module__": "nmsparse.nn", "__doc__": sparse.__doc__, "__reduce_ex__": reduced_by(sparse_class)}
-    return type(f"Sparse{kind.__name__}", (_Unannounced, sparse, kind), contents)
+    return type(f"Sparse{kind.__name__}", (Unannounced, sparse, kind), contents)
 
 
 def reduced_by(make: Callable[[type[nn.Module]], type[nn.Module] | None]) -> Callable[[nn.Module, Any], Any]:
@@ -323,19 +338,22 @@ def grouped_dim(module: nn.Module) -> int | None:
 
 
 @torch.no_grad()
-def effective_weight(module: nn.Module) -> Tensor:
+def effective_weight(module: nn.Module, parameter: str = "weight") -> Tensor:
     """What the forward product of a layer sees now, in the shape and dtype of its weight.
 
     In training mode this follows the schedule; in evaluation mode it is the final, hard pattern. A dense layer's
-    effective weight is its weight. Of a sharded weight it is sharded likewise, and every rank must call this.
+    effective weight is its weight. Of a sharded weight it is sharded likewise, and every rank must call this. A module of experts
+    holds several weights: name one, ``effective_weight(experts, "down_proj")``.
     """
-    weight = getattr(module, "weight", None)
+    stack = getattr(module, "_nmsparse_stacks", {}).get(parameter)
+    weight = getattr(module, parameter, None)
     if not isinstance(weight, Tensor):
-        raise TypeError(f"{type(module).__name__} has no weight to look at.")
+        raise TypeError(f"{type(module).__name__} has no {parameter} to look at.")
     packed = getattr(module, "_packed", None)
     if packed is not None:  # accelerate_ may have dropped the dense copy
         return cast(Tensor, packed.unpacked())
-    if not isinstance(module, SparseMixin):
+    sparse = module if stack is None else stack
+    if not isinstance(sparse, SparseMixin):
         return weight.detach().clone()
-    layer, training = module._nmsparse, module.training
-    return _projected(module, lambda whole_weight: forward_weight(layer, training, whole_weight))
+    layer, training = sparse._nmsparse, sparse.training
+    return _projected(sparse, lambda whole_weight: forward_weight(layer, training, whole_weight))

@@ -10,8 +10,10 @@ from difflib import get_close_matches
 from torch import nn
 
 from nmsparse.nn._conv1d import is_hf_conv1d
+from nmsparse.nn._experts import ExpertStack, experts_of
 
 Targets = str | Sequence[str]
+Target = nn.Module | ExpertStack
 KEYWORDS = ("all-linear", "all")
 
 
@@ -19,13 +21,13 @@ KEYWORDS = ("all-linear", "all")
 class Selection:
     """The layers asked for, whether the user named them, and those left out with a reason."""
 
-    layers: dict[str, nn.Module]
+    layers: dict[str, Target]
     is_named: bool
     skipped: dict[str, str] = field(default_factory=dict)
 
 
-def is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or any(is_hf_conv1d(kind) for kind in type(module).__mro__)
+def is_linear(module: Target) -> bool:
+    return isinstance(module, nn.Linear | ExpertStack) or any(is_hf_conv1d(kind) for kind in type(module).__mro__)
 
 
 def select(model: nn.Module, targets: Targets, exclude: Targets | None) -> Selection:
@@ -33,9 +35,11 @@ def select(model: nn.Module, targets: Targets, exclude: Targets | None) -> Selec
     _check_spec("targets", targets)
     if exclude is not None:
         _check_spec("exclude", exclude)
-    every = {name: module for name, module in model.named_modules() if is_linear(module) or isinstance(module, nn.Conv2d)}
+    modules = {name: module for name, module in model.named_modules() if is_linear(module) or isinstance(module, nn.Conv2d)}
+    every: dict[str, Target] = {**modules, **experts_of(model)}
     if targets in KEYWORDS:
-        selection = _sweep(model, every, keyword=str(targets))
+        selection = _sweep(model, modules, keyword=str(targets))
+        selection.layers |= experts_of(model)
     else:
         selection = Selection({name: module for name, module in every.items() if matches(name, targets)}, is_named=True)
         _check_all_found(model, every, targets)
@@ -58,17 +62,17 @@ def matches(name: str, spec: Targets) -> bool:
     return any(name == suffix or name.endswith("." + suffix) for suffix in spec)
 
 
-def _is_excluded(name: str, module: nn.Module, exclude: Targets) -> bool:
+def _is_excluded(name: str, module: Target, exclude: Targets) -> bool:
     if exclude in KEYWORDS:
         return exclude == "all" or is_linear(module)
     return matches(name, exclude)
 
 
-def _sweep(model: nn.Module, every: dict[str, nn.Module], keyword: str) -> Selection:
+def _sweep(model: nn.Module, modules: dict[str, nn.Module], keyword: str) -> Selection:
     if keyword == "all":
-        selection = Selection(dict(every), is_named=False)
+        selection = Selection(dict(modules), is_named=False)
     else:
-        linear = {name: module for name, module in every.items() if is_linear(module)}
+        linear = {name: module for name, module in modules.items() if is_linear(module)}
         heads = _output_heads(model, linear)
         selection = Selection({name: m for name, m in linear.items() if name not in heads}, is_named=False, skipped=heads)
     for name, module in model.named_modules():
@@ -81,17 +85,20 @@ def _sweep(model: nn.Module, every: dict[str, nn.Module], keyword: str) -> Selec
 
 
 def _stacked_parameters(model: nn.Module) -> dict[str, str]:
-    """Parameters that hold one matrix per expert, which transformers' mixture-of-experts layers multiply themselves."""
+    """Parameters that seem to hold one matrix per expert, in modules that are not known to read them as transformers' do."""
     found: dict[str, str] = {}
+    known = experts_of(model)
     for name, module in model.named_modules():
         if type(module).__module__.startswith("torch.nn."):  # a Conv1d has a weight of three dims too
             continue
         for key, parameter in module._parameters.items():
-            if parameter is not None and parameter.ndim == 3 and parameter.shape[0] > 1:  # a position embedding is (1, n, c)
-                found[f"{name}.{key}" if name else key] = (
-                    f"a stack of {parameter.shape[0]} matrices (experts) that {type(module).__name__} multiplies itself, outside "
-                    "any linear layer"
-                )
+            label = f"{name}.{key}" if name else key
+            if parameter is None or parameter.ndim != 3 or parameter.shape[0] == 1 or label in known:
+                continue  # a position embedding is (1, n, c)
+            found[label] = (
+                f"a stack of {parameter.shape[0]} matrices (experts) that {type(module).__name__} multiplies itself, outside any "
+                "linear layer"
+            )
     return found
 
 
@@ -139,7 +146,7 @@ def _check_spec(argument: str, spec: object) -> None:
         raise TypeError(f'{argument} is "all-linear", "all", a list of name suffixes or a regular expression, got {spec!r}.')
 
 
-def _check_all_found(model: nn.Module, every: dict[str, nn.Module], targets: Targets) -> None:
+def _check_all_found(model: nn.Module, every: dict[str, Target], targets: Targets) -> None:
     for item in [targets] if isinstance(targets, str) else targets:
         spec: Targets = item if isinstance(targets, str) else [item]
         if any(matches(name, spec) for name in every):
@@ -159,6 +166,6 @@ def _check_all_found(model: nn.Module, every: dict[str, nn.Module], targets: Tar
         )
 
 
-def _shorten(names: dict[str, nn.Module], most: int = 8) -> str:
+def _shorten(names: dict[str, Target], most: int = 8) -> str:
     shown = [name or "(the model itself)" for name in list(names)[:most]]
     return (", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")) or "none"

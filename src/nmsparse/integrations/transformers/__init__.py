@@ -16,8 +16,10 @@ stay as they are. Merging destroys them: ``merge_and_unload`` adds a dense produ
 base and adapter side by side, or merge with :func:`merge_keeping_zeros`, which drops what the product adds to zeros and is
 therefore no longer exactly the model that was trained. Adapters that are on the model when it is converted stay dense.
 
-**Mixture of experts.** The expert weights of transformers 5 are 3-D parameters outside any linear layer. They stay dense, with
-the reason in ``run.skipped``.
+**Mixture of experts.** The expert weights of transformers 5 are 3-D parameters, which their module multiplies itself. They are
+sparse by the names of the parameters (``model.layers.0.mlp.experts.down_proj``), emulated, in whichever of its ways the module
+computes. A recipe acts on what the module sees of a weight: gradients stay whole, and a second backward mask is left out, with
+the reason in ``run.skipped``; ``sdgp`` and FP8 leave experts dense. ``s-ste`` has one scale for all experts of a parameter.
 """
 
 try:

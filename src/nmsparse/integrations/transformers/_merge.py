@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nmsparse.nn import SparseMixin
+from nmsparse.nn import sparse_modules
 
 WRAPPED = {"base_layer", "original_module"}
 """What PEFT calls a module of the base inside the one that took its place; names in the merged model lack this step."""
@@ -44,12 +44,12 @@ def merge_keeping_zeros(model: Any) -> nn.Module:
 
 def _check(base: nn.Module) -> None:
     """Zeros can be read only from weights that are baked, and hold nothing of an adapter yet."""
+    for name, _ in sparse_modules(base):
+        raise ValueError(
+            f"{_plain(name)}: is still being trained sparse, so its zeros are those of a mask and not in its weight, and merging "
+            "would lose them. Call nm.freeze_(model) first; it takes the PEFT model too."
+        )
     for name, module in base.named_modules():
-        if isinstance(module, SparseMixin):
-            raise ValueError(
-                f"{_plain(name)}: is still being trained sparse, so its zeros are those of a mask and not in its weight, and "
-                "merging would lose them. Call nm.freeze_(model) first; it takes the PEFT model too."
-            )
         adapters: Any = getattr(module, "merged_adapters", None)
         if adapters:
             raise ValueError(

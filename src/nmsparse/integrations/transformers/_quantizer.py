@@ -15,12 +15,14 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from nmsparse.checkpoint import Layout, unpack_tensor
+from nmsparse.checkpoint import INDICES, VALUES, Layout, unpack_tensor
+from nmsparse.nn import EXPERT_NAMES
 
 METHOD = "nmsparse"
 VERSION = 1
-WEIGHT = "weight"
-VALUES, INDICES = f"{WEIGHT}.nm_values", f"{WEIGHT}.nm_indices"
+NAMES = ("weight", *EXPERT_NAMES)
+"""Of parameters that may be packed."""
+PARTS = {name: [name + VALUES, name + INDICES] for name in NAMES}
 
 
 @register_quantization_config(METHOD)
@@ -59,12 +61,13 @@ class Unpack(ConversionOps):
         **kwargs: Any,
     ) -> dict[str, Tensor]:
         layout = self.hf_quantizer.layout(full_layer_name, model)
-        if set(input_dict) != {VALUES, INDICES}:
+        parts = PARTS[full_layer_name.rpartition(".")[2]]
+        if set(input_dict) != set(parts):
             raise ValueError(f"{full_layer_name} is packed in two tensors; the files hold only {', '.join(input_dict)}.")
         expected = tuple(model.get_parameter(full_layer_name).shape)
         if layout.shape != expected:
             raise ValueError(f"{full_layer_name} is packed with shape {layout.shape}; this model's has {expected}.")
-        values, indices = (input_dict[key][0] for key in (VALUES, INDICES))
+        values, indices = (input_dict[key][0] for key in parts)
         return {full_layer_name: unpack_tensor(values, indices, layout, full_layer_name)}
 
 
@@ -73,7 +76,7 @@ class PackedQuantizer(HfQuantizer):
     """Reads packed checkpoints; there is nothing to quantize."""
 
     requires_calibration = True  # transformers' way to refuse a model that is not packed yet
-    serialized_names: ClassVar[dict[str, list[str]]] = {WEIGHT: [VALUES, INDICES]}
+    serialized_names: ClassVar[dict[str, list[str]]] = PARTS
     quantization_config: PackedConfig
 
     def layout(self, name: str, model: nn.Module) -> Layout:

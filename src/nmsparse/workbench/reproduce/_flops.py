@@ -134,7 +134,7 @@ def _count(
     with torch.device("meta"):
         made = build_model(info.name, facts, **dict(sizes))
     chosen = select_layers(made, list(targets) or info.targets, list(exclude or info.exclude) or None).layers
-    shapes = {name: _sizes(module) for name, module in chosen.items()}
+    shapes = {name: _sizes(module) for name, module in chosen.items() if isinstance(module, nn.Module)}
     with FakeTensorMode(allow_non_fake_inputs=True):
         made.to_empty(device="cpu")
         batch = _example(facts)

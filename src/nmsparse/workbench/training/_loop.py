@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import nmsparse as nm
 from nmsparse.functional import hash_integers
+from nmsparse.nn import SparseModule, sparse_modules
 from nmsparse.workbench.extras import package
 from nmsparse.workbench.records import RESULT, RUN, RunRecord, RunWriter
 from nmsparse.workbench.tasks import IGNORED, Batch
@@ -268,8 +269,7 @@ class Session:
         updates, spent = len(self.interval.losses), self.interval.seconds
         self.seconds += spent
         total = self.run.stats()["total"]
-        sparse: list[Tensor] = [self.bare.get_submodule(name).get_parameter("weight") for name in self.run.layers]
-        moments = moments_of(self.inner, sparse)
+        moments = moments_of(self.inner, self.run.parameters())
         row = {
             "loss": float(self.accelerator.reduce(torch.stack(self.interval.losses).mean(), "mean")),
             "lr": self.inner.param_groups[0]["lr"],
@@ -393,14 +393,14 @@ class Session:
     def _ship(self) -> dict[str, Any]:
         """Write the finished model and count what is in the file, or what would be."""
         self.bare.eval()
-        sparse = [nm.effective_weight(self.bare.get_submodule(name)) for name in self.run.layers]
+        sparse = [nm.effective_weight(module) for _, module in sparse_modules(self.bare)]
         whole = [weight.full_tensor() if hasattr(weight, "full_tensor") else weight for weight in sparse]  # pyrefly: ignore
         non_zero = sum(int((weight != 0).sum()) for weight in whole) / max(1, sum(weight.numel() for weight in whole))
         if any(hasattr(weight, "full_tensor") for weight in sparse) or not self.accelerator.is_main_process:
             return {"non_zero": non_zero, "violations": None, "model": None}  # a sharded model stays in its checkpoint
         is_sparse = self.run.layers and not nm.recipe_info(self.run.recipe).ends_dense and self.config.recipe != "dense"
         if not self.config.save:
-            broken = sum(map(self._violations, self.run.layers)) if is_sparse else 0
+            broken = sum(self._violations(module) for _, module in sparse_modules(self.bare)) if is_sparse else 0
             return {"non_zero": non_zero, "violations": broken, "model": None}
         target = self.folder / "model"
         nm.save(self.bare, target)
@@ -411,9 +411,8 @@ class Session:
         broken = sum(t.violations for t in nm.verify(target).tensors if t.status != "dense") if is_sparse else 0
         return {"non_zero": non_zero, "violations": broken, "model": target.name}
 
-    def _violations(self, name: str) -> int:
+    def _violations(self, module: SparseModule) -> int:
         """Groups of a layer that break the pattern."""
-        module: Any = self.bare.get_submodule(name)
         return int(nm.functional.violations(module.view_weight(nm.effective_weight(module)), self.run.recipe.pattern))
 
     def close(self) -> None:
@@ -425,7 +424,7 @@ class Session:
 
     def _describe(self) -> dict[str, Any]:
         config, task = self.config, self.task
-        sparse = sum(self.bare.get_submodule(name).get_parameter("weight").numel() for name in self.run.layers)
+        sparse = sum(weight.numel() for weight in self.run.parameters())
         parameters = sum(parameter.numel() for parameter in self.bare.parameters())
         return {
             "label": config.label,

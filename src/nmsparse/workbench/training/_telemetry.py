@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import nmsparse as nm
 from nmsparse._stats import numbers
 from nmsparse.functional import pack_bits, unpack_bits
+from nmsparse.nn import SparseModule, sparse_modules
 
 ENTRIES = 1 << 20
 """Mask bits that are followed per layer, from its first rows: a large model's masks would not fit twice beside it."""
@@ -21,7 +22,7 @@ class MaskWatch:
     """Follows the masks of the sparse layers from one validation to the next."""
 
     def __init__(self, model: nn.Module, run: nm.Run) -> None:
-        self.modules = {name: model.get_submodule(name) for name in run.layers}
+        self.modules = {name: module for name, module in sparse_modules(model) if name in run.layers}
         self.picture = next(iter(list(self.modules)[len(self.modules) // 2 :]), None)
         """The layer whose mask is shown: one from the middle of the model."""
         self._first: dict[str, Tensor] = {}
@@ -65,22 +66,18 @@ def _count(bits: Tensor) -> int:
     return int(unpack_bits(bits, torch.Size((8 * bits.numel(),))).sum())
 
 
-def _mask(module: nn.Module) -> Tensor:
+def _mask(module: SparseModule) -> Tensor:
     """Which weights the forward product sees as non-zero, (outputs, inputs)."""
-    seen = _whole(nm.effective_weight(module))
-    view = getattr(module, "view_weight", None)
-    return (seen if view is None else view(seen)).flatten(1) != 0
+    return module.view_weight(_whole(nm.effective_weight(module))).flatten(1) != 0
 
 
-def _columns(module: nn.Module) -> int:
-    weight = module.get_parameter("weight")
-    view = getattr(module, "view_weight", None)
-    return (weight if view is None else view(weight)).flatten(1).shape[1]
+def _columns(module: SparseModule) -> int:
+    return module.view_weight(module.weight).flatten(1).shape[1]
 
 
-def _rows(module: nn.Module) -> int:
+def _rows(module: SparseModule) -> int:
     """Rows of a mask that are followed."""
-    return min(module.get_parameter("weight").numel() // _columns(module), max(1, ENTRIES // _columns(module)))
+    return min(module.weight.numel() // _columns(module), max(1, ENTRIES // _columns(module)))
 
 
 def _whole(weight: Tensor) -> Tensor:
