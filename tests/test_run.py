@@ -199,6 +199,51 @@ def test_two_optimizers_keep_their_own_settings() -> None:
     assert [(a.stats_every, a.check_finite) for a in run._clocks] == [(0, False), (10, None)]
 
 
+def with_optimizers(*parts: str) -> tuple[nn.Module, nm.Run, dict[str, torch.optim.Optimizer]]:
+    """A network with an optimizer for each of these parts, attached in this order."""
+    model = make_net()
+    run = nm.sparsify_(model, nm.MaskDecay("2:4"))
+    optimizers = {part: torch.optim.SGD(model.get_submodule(part).parameters(), lr=0.1) for part in parts}
+    for optimizer in optimizers.values():
+        run.attach(optimizer, total_steps=12)
+    return model, run, optimizers
+
+
+def saved_after_different_numbers_of_updates() -> dict[str, Any]:
+    """Of the blocks after three updates, and of the embedding, attached second, after one."""
+    model, run, optimizers = with_optimizers("blocks", "embed")
+    train(model, optimizers["blocks"], 3, make_data())
+    train(model, optimizers["embed"], 1, make_data())
+    return run.state_dict()
+
+
+def steps_of(run: nm.Run) -> dict[str, int]:
+    return {clock.layer_names[0]: clock.step for clock in run._clocks}
+
+
+def test_optimizers_attached_in_another_order_get_their_own_clocks_back() -> None:
+    _, run, _ = with_optimizers("embed", "blocks")
+    run.load_state_dict(saved_after_different_numbers_of_updates())
+    assert steps_of(run) == {"embed": 1, "blocks.0.down": 3}
+
+
+def test_state_that_does_not_name_the_layers_of_its_clocks_is_loaded_in_order() -> None:
+    """As written before clocks named them."""
+    saved = saved_after_different_numbers_of_updates()
+    for clock in saved["optimizers"]:
+        del clock["layers"]
+    _, run, _ = with_optimizers("blocks", "embed")
+    run.load_state_dict(saved)
+    assert steps_of(run) == {"embed": 1, "blocks.0.down": 3}
+
+
+def test_state_of_optimizers_over_other_layers_is_refused_and_nothing_changes() -> None:
+    _, run, _ = with_optimizers("blocks.0", "embed")
+    with pytest.raises(ValueError, match=r"updated 4 sparse layers, .*differs by blocks\.1\.down, blocks\.1\.up\)"):
+        run.load_state_dict(saved_after_different_numbers_of_updates())
+    assert steps_of(run) == {"embed": 0, "blocks.0.down": 0}
+
+
 def test_resuming_with_another_seed_or_length_is_refused() -> None:
     model, optimizer, run = start("mask-decay", {})
     train(model, optimizer, 3, make_data())
