@@ -361,8 +361,13 @@ def convert_wrapped(rank: int, world: int, wrapper: str) -> str:
         model.up = DistributedDataParallel(model.up)
     elif wrapper == "ddp":
         model = DistributedDataParallel(model)
+    elif wrapper == "replicate":
+        replicate(model, mesh=init_device_mesh("cpu", (world,)))
     else:
         fully_shard(model)
+    if wrapper in ("used", "replicate"):  # which leaves whole weights behind
+        model(batches(world, 0, torch.float32)[rank][0])
+        assert {type(parameter.data) for parameter in model.parameters()} == {torch.Tensor}
     with pytest.raises(ValueError, match="sparsify_") as caught:
         nm.sparsify_(model, nm.STE("2:4"))
     return str(caught.value)
@@ -372,6 +377,8 @@ def convert_wrapped(rank: int, world: int, wrapper: str) -> str:
     ("wrapper", "words"),
     [
         ("fsdp", "embed.weight is sharded (DTensor) already: call sparsify_ before fully_shard"),
+        ("used", "the model is sharded (DTensor) already: call sparsify_ before fully_shard"),
+        ("replicate", "the model is sharded (DTensor) already"),
         ("ddp", "the model is wrapped by DistributedDataParallel already: call sparsify_ on the plain model first"),
         ("part", "up is wrapped by DistributedDataParallel already"),
     ],
