@@ -13,6 +13,7 @@ from toys import STEPS, make_data, make_net, start, train
 import nmsparse as nm
 from nmsparse._stats import numbers
 from nmsparse._tensor_cores import tell_emulated
+from nmsparse.recipes import Clock
 from nmsparse.run import run_of
 
 
@@ -43,6 +44,14 @@ def test_senseless_attach_options_are_refused(options: dict[str, Any], message: 
     run = nm.sparsify_(model, nm.STE("2:4"))
     with pytest.raises(ValueError, match=message):
         run.attach(torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+def test_missing_number_of_updates_is_asked_for_where_it_can_be_given() -> None:
+    model = make_net()
+    with pytest.raises(ValueError, match=r"mask-decay plans over the whole run: .*run\.attach\(optimizer, total_steps=\.\.\.\)"):
+        nm.sparsify_(model, nm.MaskDecay("2:4")).attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="or to the integration that calls it"):  # a recipe that did not say that it plans
+        _ = Clock(0, None).total
 
 
 def test_several_optimizers_each_drive_their_own_layers() -> None:
