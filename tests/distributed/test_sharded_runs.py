@@ -387,6 +387,19 @@ def test_converting_after_wrapping_says_what_to_do(wrapper: str, words: str, two
     assert all(words in message for message in two_ranks.run(convert_wrapped, wrapper))
 
 
+def accelerate_used(rank: int, world: int) -> dict[str, str]:
+    model = nn.Sequential(fully_shard(nn.Linear(64, 64), reshard_after_forward=False), nn.Linear(64, 64))
+    fully_shard(model)(torch.randn(4, 64))
+    assert {type(parameter.data) for parameter in model.parameters()} == {torch.Tensor}
+    with pytest.warns(UserWarning, match="left the model as it is"):
+        return nm.accelerate_(model).layers
+
+
+def test_sharded_weights_are_not_packed_while_they_are_whole(two_ranks: Ranks) -> None:
+    why = "its weight is computed, sharded or on the meta device"
+    assert two_ranks.run(accelerate_used) == [{"0": why, "1": why}] * 2
+
+
 def save_sharded(rank: int, world: int, folder: str) -> str:
     model, _, _ = start(("ste", {}), "fsdp")
     with pytest.raises(ValueError, match="sharded over ranks") as caught:

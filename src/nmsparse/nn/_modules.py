@@ -243,7 +243,7 @@ def _sparse_conv1d(base: type[nn.Module]) -> type[nn.Module]:
     )
 
 
-class _Unannounced:
+class Unannounced:
     """First base of a class made on demand: what somebody's class does to its subclasses (a registry, say) is not for ours."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -255,7 +255,7 @@ def _sparse_subclass(kind: type[nn.Module], sparse: type[nn.Module]) -> type[nn.
     """For somebody's subclass that leaves the forward as torch has it."""
     contents = {"__module__": "nmsparse.nn", "__doc__": sparse.__doc__, "__reduce_ex__": reduced_by(sparse_class)}
     own_copy = {"__deepcopy__": _sparse_copy} if hasattr(kind, "__deepcopy__") else {}
-    return type(f"Sparse{kind.__name__}", (_Unannounced, sparse, kind), contents | own_copy)
+    return type(f"Sparse{kind.__name__}", (Unannounced, sparse, kind), contents | own_copy)
 
 
 def _sparse_copy(module: Any, memo: dict[int, Any]) -> Any:
