@@ -13,6 +13,7 @@ from toys import STEPS, make_data, make_net, start, train
 import nmsparse as nm
 from nmsparse._stats import numbers
 from nmsparse._tensor_cores import tell_emulated
+from nmsparse.recipes import Clock
 from nmsparse.run import run_of
 
 
@@ -43,6 +44,14 @@ def test_senseless_attach_options_are_refused(options: dict[str, Any], message: 
     run = nm.sparsify_(model, nm.STE("2:4"))
     with pytest.raises(ValueError, match=message):
         run.attach(torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+def test_missing_number_of_updates_is_asked_for_where_it_can_be_given() -> None:
+    model = make_net()
+    with pytest.raises(ValueError, match=r"mask-decay plans over the whole run: .*run\.attach\(optimizer, total_steps=\.\.\.\)"):
+        nm.sparsify_(model, nm.MaskDecay("2:4")).attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="or to the integration that calls it"):  # a recipe that did not say that it plans
+        _ = Clock(0, None).total
 
 
 def test_several_optimizers_each_drive_their_own_layers() -> None:
@@ -197,6 +206,51 @@ def test_two_optimizers_keep_their_own_settings() -> None:
     run.attach(torch.optim.SGD(model.blocks.parameters(), lr=0.1), stats_every=0, check_finite=False)
     run.attach(torch.optim.SGD(model.embed.parameters(), lr=0.1))
     assert [(a.stats_every, a.check_finite) for a in run._clocks] == [(0, False), (10, None)]
+
+
+def with_optimizers(*parts: str) -> tuple[nn.Module, nm.Run, dict[str, torch.optim.Optimizer]]:
+    """A network with an optimizer for each of these parts, attached in this order."""
+    model = make_net()
+    run = nm.sparsify_(model, nm.MaskDecay("2:4"))
+    optimizers = {part: torch.optim.SGD(model.get_submodule(part).parameters(), lr=0.1) for part in parts}
+    for optimizer in optimizers.values():
+        run.attach(optimizer, total_steps=12)
+    return model, run, optimizers
+
+
+def saved_after_different_numbers_of_updates() -> dict[str, Any]:
+    """Of the blocks after three updates, and of the embedding, attached second, after one."""
+    model, run, optimizers = with_optimizers("blocks", "embed")
+    train(model, optimizers["blocks"], 3, make_data())
+    train(model, optimizers["embed"], 1, make_data())
+    return run.state_dict()
+
+
+def steps_of(run: nm.Run) -> dict[str, int]:
+    return {clock.layer_names[0]: clock.step for clock in run._clocks}
+
+
+def test_optimizers_attached_in_another_order_get_their_own_clocks_back() -> None:
+    _, run, _ = with_optimizers("embed", "blocks")
+    run.load_state_dict(saved_after_different_numbers_of_updates())
+    assert steps_of(run) == {"embed": 1, "blocks.0.down": 3}
+
+
+def test_state_that_does_not_name_the_layers_of_its_clocks_is_loaded_in_order() -> None:
+    """As written before clocks named them."""
+    saved = saved_after_different_numbers_of_updates()
+    for clock in saved["optimizers"]:
+        del clock["layers"]
+    _, run, _ = with_optimizers("blocks", "embed")
+    run.load_state_dict(saved)
+    assert steps_of(run) == {"embed": 1, "blocks.0.down": 3}
+
+
+def test_state_of_optimizers_over_other_layers_is_refused_and_nothing_changes() -> None:
+    _, run, _ = with_optimizers("blocks.0", "embed")
+    with pytest.raises(ValueError, match=r"updated 4 sparse layers, .*differs by blocks\.1\.down, blocks\.1\.up\)"):
+        run.load_state_dict(saved_after_different_numbers_of_updates())
+    assert steps_of(run) == {"embed": 0, "blocks.0.down": 0}
 
 
 def test_resuming_with_another_seed_or_length_is_refused() -> None:

@@ -114,6 +114,16 @@ class StepClock:
             layer.layer.awaits_optimizer = self._recipe.needs_clock
             layer.layer.sparse = None  # nobody would pack its weight after an update
 
+    @property
+    def layer_names(self) -> list[str]:
+        """What tells the clocks of a run apart: no layer follows two."""
+        return sorted(layer.name for layer in self.layers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values."""
+        memory = {key: copied(value) for key, value in self.memory.items()}
+        return {"layers": self.layer_names, "step": self.step, "total_steps": self.total_steps, "memory": memory}
+
     def set_to(self, step: int, memory: dict[str, Any]) -> None:
         """Continue from a saved update; the layers' own state is loaded beside it."""
         self.step = step

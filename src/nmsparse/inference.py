@@ -24,6 +24,7 @@ from nmsparse.nn import (
     layer_sizes,
     pack_,
     packed_class,
+    reshard,
     sparse_modules,
 )
 from nmsparse.plan import MARGIN, NOT_FASTER, LayerPlan, Plan, ProductTime
@@ -102,6 +103,7 @@ def accelerate_(
     type, turns layers back into plain ones.
     """
     _check(model, tokens, dtype)
+    reshard(model)  # after a forward pass FSDP2 leaves whole weights in some modules, and they would go with the next
     found = {name: module for name, module in _linear_layers(model).items() if not isinstance(module, PackedMixin)}
     ties = _tied(model)
     layers = {name: _obstacle(name, module, dtype, keep_dense, ties) for name, module in found.items()}
@@ -170,7 +172,11 @@ def _obstacle(
         return f"{type(module).__name__} may read its weight in ways of its own"
     if "forward" in vars(module):
         return "its forward was replaced on the layer itself, as accelerate's hooks do"
+    if nn.utils.parametrize.is_parametrized(module):
+        return "a parametrization computes its weight or its bias"
     weight: Any = module._parameters.get("weight")
+    if nn.parameter.is_lazy(weight):
+        return "its weight has no size yet: run one forward pass first"
     if weight is None or type(weight.data).__name__ == "DTensor" or weight.is_meta:
         return "its weight is computed, sharded or on the meta device"
     out_features, in_features, _, device, stored = _sizes(module)

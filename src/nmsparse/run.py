@@ -258,10 +258,7 @@ class Run:
                 saved["counter"] = (saved["counter"] - self._counter_start(name)) // ranks()
         # a tuple, which torch's distributed checkpoints save as one value: of a dict they restore only the keys that a new run
         # has, and what a recipe remembers grows while it trains
-        optimizers = tuple(
-            {"step": c.step, "total_steps": c.total_steps, "memory": {key: copied(value) for key, value in c.memory.items()}}
-            for c in self._clocks
-        )
+        optimizers = tuple(clock.state_dict() for clock in self._clocks)
         return {
             "version": VERSION,
             "recipe": describe(self.recipe),
@@ -282,7 +279,7 @@ class Run:
         """Continue where :meth:`state_dict` was taken. Attach the optimizers first; nothing changes if anything differs."""
         self._check_loadable(state)
         self._shared.has_started = True
-        for clock, saved in zip(self._clocks, state["optimizers"], strict=True):
+        for clock, saved in self._clocks_in(state):
             clock.set_to(saved["step"], saved["memory"])
         self._copy_layers(state)
         for clock in self._clocks:
@@ -324,12 +321,29 @@ class Run:
                 f"the saved run had {len(state['optimizers'])} attached optimizers, this one has {len(self._clocks)}: "
                 "attach them before load_state_dict."
             )
-        for saved, clock in zip(state["optimizers"], self._clocks, strict=True):
+        for clock, saved in self._clocks_in(state):
             if self.recipe.needs_total_steps and saved["total_steps"] != clock.total_steps:
                 raise ValueError(
                     f"the saved run planned {saved['total_steps']} updates, this one {clock.total_steps}, and the schedule "
                     f"of {self.recipe.name} follows that number: attach with the same total_steps."
                 )
+
+    def _clocks_in(self, state: dict[str, Any]) -> list[tuple[StepClock, dict[str, Any]]]:
+        """Every attached clock with what was saved of it: optimizers may be attached in another order than they were then."""
+        entries = state["optimizers"]
+        if not all("layers" in saved for saved in entries):  # older states tell their clocks by the order of attach alone
+            return list(zip(self._clocks, entries, strict=True))
+        clocks = {frozenset(clock.layer_names): clock for clock in self._clocks}
+        for saved in entries:
+            names = frozenset(saved["layers"])
+            if names not in clocks:
+                odd = sorted(min((names ^ attached for attached in clocks), key=len))
+                raise ValueError(
+                    f"an optimizer of the saved run updated {len(names)} sparse layers, and none that is attached now updates "
+                    f"the same ones (the nearest differs by {', '.join(odd[:4])}): build the optimizers over the parameters that "
+                    "they had then, and attach them before load_state_dict."
+                )
+        return [(clocks[frozenset(saved["layers"])], saved) for saved in entries]
 
 
 def _unwrap(optimizer: Any) -> torch.optim.Optimizer:

@@ -361,8 +361,13 @@ def convert_wrapped(rank: int, world: int, wrapper: str) -> str:
         model.up = DistributedDataParallel(model.up)
     elif wrapper == "ddp":
         model = DistributedDataParallel(model)
+    elif wrapper == "replicate":
+        replicate(model, mesh=init_device_mesh("cpu", (world,)))
     else:
         fully_shard(model)
+    if wrapper in ("used", "replicate"):  # which leaves whole weights behind
+        model(batches(world, 0, torch.float32)[rank][0])
+        assert {type(parameter.data) for parameter in model.parameters()} == {torch.Tensor}
     with pytest.raises(ValueError, match="sparsify_") as caught:
         nm.sparsify_(model, nm.STE("2:4"))
     return str(caught.value)
@@ -372,12 +377,27 @@ def convert_wrapped(rank: int, world: int, wrapper: str) -> str:
     ("wrapper", "words"),
     [
         ("fsdp", "embed.weight is sharded (DTensor) already: call sparsify_ before fully_shard"),
+        ("used", "the model is sharded (DTensor) already: call sparsify_ before fully_shard"),
+        ("replicate", "the model is sharded (DTensor) already"),
         ("ddp", "the model is wrapped by DistributedDataParallel already: call sparsify_ on the plain model first"),
         ("part", "up is wrapped by DistributedDataParallel already"),
     ],
 )
 def test_converting_after_wrapping_says_what_to_do(wrapper: str, words: str, two_ranks: Ranks) -> None:
     assert all(words in message for message in two_ranks.run(convert_wrapped, wrapper))
+
+
+def accelerate_used(rank: int, world: int) -> dict[str, str]:
+    model = nn.Sequential(fully_shard(nn.Linear(64, 64), reshard_after_forward=False), nn.Linear(64, 64))
+    fully_shard(model)(torch.randn(4, 64))
+    assert {type(parameter.data) for parameter in model.parameters()} == {torch.Tensor}
+    with pytest.warns(UserWarning, match="left the model as it is"):
+        return nm.accelerate_(model).layers
+
+
+def test_sharded_weights_are_not_packed_while_they_are_whole(two_ranks: Ranks) -> None:
+    why = "its weight is computed, sharded or on the meta device"
+    assert two_ranks.run(accelerate_used) == [{"0": why, "1": why}] * 2
 
 
 def save_sharded(rank: int, world: int, folder: str) -> str:

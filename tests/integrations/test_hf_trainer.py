@@ -341,6 +341,13 @@ def test_checkpoint_written_without_the_callback_is_a_dense_start(tmp_path: Path
     assert same(resumed.model, third.model)
 
 
+def test_dense_checkpoint_of_the_last_update_leaves_none_and_says_so(tmp_path: Path) -> None:
+    make_trainer(tmp_path, None, save_strategy="steps", save_steps=6).train()
+    resumed = make_trainer(tmp_path, SparsityCallback(nm.MaskDecay("2:4")))
+    with pytest.raises(ValueError, match=r"mask-decay starts at update 6, and the Trainer ends at update 6.*larger max_steps"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+
+
 def test_resuming_with_another_recipe_is_an_error(tmp_path: Path) -> None:
     make_trainer(tmp_path, SparsityCallback(nm.SRSTE("2:4")), save_strategy="steps", save_steps=3).train()
     resumed = make_trainer(tmp_path, SparsityCallback(nm.STE("2:4")))

@@ -304,6 +304,84 @@ def test_gpt2_layers_are_packed_as_they_are_stored(inputs: int) -> None:
     assert type(layer) is Conv1D
 
 
+class Named(nn.Linear):
+    """A subclass that adds something, and leaves the product to torch."""
+
+    def __init__(self, *args: Any, label: str = "", **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.label = label
+
+
+class Rebuilt(Named):
+    """A subclass that copies itself by its constructor."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rebuilt:
+        twin = type(self)(self.in_features, self.out_features, dtype=self.bias.dtype, label=self.label)
+        with torch.no_grad():
+            for own, copied in zip(self.parameters(), twin.parameters(), strict=True):
+                copied.copy_(own)
+        return twin
+
+
+def frozen_layer(kind: type[Named]) -> Named:
+    torch.manual_seed(0)
+    layer = kind(64, 128, dtype=BF16, label="mine")
+    nm.sparsify_(layer, nm.ASP("2:4"), targets=[""])
+    return nm.freeze_(layer).eval()  # type: ignore[return-value]
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("keep_dense", [True, False])
+@pytest.mark.parametrize("kind", [Named, Rebuilt])
+def test_subclass_without_a_forward_of_its_own_is_packed_and_stays_what_it_is(kind: type[Named], keep_dense: bool) -> None:
+    layer, reference, x = frozen_layer(kind), frozen_layer(kind), some_input()
+    handle = nm.accelerate_(layer, plan=Everything(), keep_dense=keep_dense)
+    assert handle.packed == [""]
+    assert isinstance(layer, kind)
+    assert same(layer, reference)  # keys and weights
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("error")  # as it would warn of running dense
+        torch.testing.assert_close(layer(x), reference(x), rtol=2e-2, atol=2e-2)
+        for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert type(twin) is type(layer)
+            assert twin.label == "mine"
+            assert twin.weight.numel() == layer.weight.numel()
+            assert torch.equal(twin(x), layer(x))
+            assert same(nm.densify_(twin), reference)
+    assert type(type(layer)(64, 128, label="another")) is kind
+    handle.undo()
+    assert type(layer) is kind
+    assert same(layer, reference)
+    assert not hasattr(layer, "_packed")
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+@pytest.mark.usefixtures("engine")
+def test_subclasses_that_cannot_be_packed_say_why() -> None:
+    layers: dict[str, nn.Module] = {
+        "own": Doubled(64, 64),
+        "replaced": Named(64, 64),
+        "lazy": nn.LazyLinear(64),
+        "computed": nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)),
+        "shifted": nn.utils.parametrize.register_parametrization(nn.Linear(64, 64), "bias", nn.Identity()),
+    }
+    add_hook_to_module(layers["replaced"], AlignDevicesHook())
+    model = nn.ModuleDict(layers).to(BF16)
+    with pytest.warns(UserWarning, match="left the model as it is"):
+        handle = nm.accelerate_(model, plan=Everything())
+    assert handle.layers == {
+        "own": "Doubled may read its weight in ways of its own",
+        "replaced": "its forward was replaced on the layer itself, as accelerate's hooks do",
+        "lazy": "its weight has no size yet: run one forward pass first",
+        "computed": "a parametrization computes its weight or its bias",
+        "shifted": "a parametrization computes its weight or its bias",
+    }
+
+
 @pytest.mark.usefixtures("engine")
 def test_encoder_layer_does_not_read_past_its_packed_linears() -> None:
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessExitedException
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from toys import assert_identical, make_data, make_net, same
 
 import nmsparse as nm
@@ -229,6 +230,27 @@ def test_fit_after_the_evaluation_of_a_checkpoint_starts_the_clock_anew(tmp_path
     again.validate(task, loader(), ckpt_path=tmp_path / "last.ckpt", verbose=False, weights_only=True)
     again.fit(task, loader())
     check_whole_schedule(callback, 4)
+
+
+class Endless(IterableDataset[Any]):
+    """Examples without a number, as they are streamed."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(loader())
+
+
+@pytest.mark.parametrize(("epochs", "data"), [(-1, loader), (1, lambda: DataLoader(Endless(), batch_size=None))])
+def test_run_of_unknown_length_names_the_argument_of_the_callback(epochs: int, data: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"mask-decay plans over the whole run.*SparsityCallback\(\.\.\., total_steps=\.\.\.\)"):
+        trainer(SparsityCallback(nm.MaskDecay("2:4")), tmp_path, epochs).fit(Task(), data())
+    told = SparsityCallback(nm.MaskDecay("2:4"), total_steps=3)
+    trainer(told, tmp_path, epochs, max_steps=3).fit(Task(), data())
+    check_whole_schedule(told, 3)
+
+
+def test_number_of_updates_is_checked_and_not_replaced(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        trainer(SparsityCallback(nm.STE("2:4"), total_steps=0), tmp_path, 1).fit(Task(), loader())
 
 
 def test_only_the_optimizer_of_sparse_layers_is_attached(tmp_path: Path) -> None:

@@ -367,6 +367,12 @@ def test_forgotten_clock_and_forgotten_layers_are_errors(titan: Any) -> None:
         titan.sparse_linear(linear_config(titan, 4, 6)).build()
 
 
+def test_missing_number_of_updates_names_the_argument_of_the_override(titan: Any) -> None:
+    model = build(titan, "mask-decay")
+    with pytest.raises(ValueError, match=r"mask-decay plans over the whole run.*sparse_optimizers=\{\"total_steps\": \.\.\.\}"):
+        container(titan, model, total_steps=None)
+
+
 def test_channel_permutation_is_refused(titan: Any) -> None:
     with pytest.raises(ValueError, match=r"sparse_linear cannot follow asp with permute=True: .* Leave permute out"):
         titan.sparse_linear(linear_config(titan, 64, 16), recipe="asp", permute=True)

@@ -182,6 +182,57 @@ def test_subclass_without_a_forward_of_its_own_is_sparse_and_stays_what_it_is(tm
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+class Rebuilt(Named):
+    """A subclass that copies itself by calling its constructor."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rebuilt:
+        twin = type(self)(self.in_features, self.out_features, label=self.label)
+        twin.load_state_dict(self.state_dict())
+        return twin.train(self.training)
+
+
+class RebuiltConv(nn.Conv2d):
+    def __deepcopy__(self, memo: dict[int, Any]) -> RebuiltConv:
+        twin = self.__class__(self.in_channels, self.out_channels, self.kernel_size)
+        twin.weight, twin.bias = copy.deepcopy((self.weight, self.bias), memo)
+        return twin.train(self.training)
+
+
+def test_subclass_that_copies_itself_by_its_constructor_stays_sparse_in_a_copy() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(RebuiltConv(8, 8, 2), nn.Flatten(), Rebuilt(8, 8, label="mine"), nn.Linear(8, 4))
+    nm.sparsify_(model, nm.ASP("2:4"), targets=["0", "2"])
+    model.eval()[2]._nmsparse.state["mask"].logical_not_()  # not what a copy would find in the weight
+    x = torch.randn(3, 8, 2, 2)
+    twin, expected = copy.deepcopy(model), model(x)
+    assert [type(layer) for layer in twin] == [type(layer) for layer in model]
+    assert twin[2].label == "mine"
+    assert torch.equal(twin(x), expected)
+    nm.densify_(twin)
+    assert (type(twin[0]), type(twin[2])) == (RebuiltConv, Rebuilt)
+    assert torch.equal(model(x), expected)
+
+
+def test_copy_of_one_reordered_layer_that_copies_itself_has_a_record_of_its_own() -> None:
+    """The record of a layer knows the model whose channels were reordered, which holds the layer."""
+    model = nn.Sequential(nn.Linear(8, 8), Rebuilt(8, 8), nn.Linear(8, 4))
+    nm.sparsify_(model, nm.ASP("2:4", permute=True), targets=["0", "1"])
+    twin = copy.deepcopy(model[1])
+    copied = twin._nmsparse.permuted.model
+    assert copied is not model
+    assert copied[1] is twin
+
+
+def test_the_class_of_a_sparse_layer_builds_dense_layers() -> None:
+    """Code that knows nothing of the conversion makes another layer of the same kind."""
+    model = nn.Sequential(nn.Linear(8, 8), Named(8, 8), nn.Linear(8, 4))
+    converted(model)
+    made = [type(model[0])(8, 8), type(model[1])(8, 8, label="another")]
+    assert [type(layer) for layer in made] == [nn.Linear, Named]
+    assert made[1].label == "another"
+    assert converted(nn.Sequential(*made, nn.Linear(8, 4))) == ["0", "1"]
+
+
 class Registered(nn.Linear):
     """A class that keeps a list of its subclasses and wants a key for each."""
 

@@ -131,7 +131,12 @@ class SparsityCallback(Callback):
         """Weights and optimizers are restored by now, in every strategy."""
         run, saved = self._converted(pl_module), self._saved
         self._first_step = trainer.global_step if saved is None else saved.get("first_step", 0)
-        total = self.total_steps or _estimated_steps(trainer, self._first_step)
+        total = _estimated_steps(trainer, self._first_step) if self.total_steps is None else self.total_steps
+        if total is None and self.recipe.needs_total_steps:
+            raise ValueError(
+                f"{self.recipe.name} plans over the whole run, and this Trainer does not tell how many updates are left of it: "
+                "give SparsityCallback(..., total_steps=...) their number, or the Trainer an end (max_steps)."
+            )
         if saved is None and self._first_step > 0:
             logger.warning(
                 "training goes on at update %d without a saved state of %s: the weights are taken as they are, and the recipe's "

@@ -140,6 +140,11 @@ class SparseOptimizers(OptimizersContainer):
                 "see that its names fit this model."
             )
         for run in self.runs:
+            if config.total_steps is None and run.recipe.needs_total_steps:
+                raise ValueError(
+                    f"{run.recipe.name} plans over the whole run: give its number of updates, training.steps, as "
+                    'nmsparse.integrations.torchtitan.sparse_optimizers={"total_steps": ...}.'
+                )
             sparse = {id(parameter) for parameter in run.parameters()}
             for optimizer in self.optimizers:
                 if any(id(p) in sparse for group in optimizer.param_groups for p in group["params"]):

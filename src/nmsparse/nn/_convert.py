@@ -116,8 +116,11 @@ def _check_model(model: nn.Module) -> None:
                 f"{name} is on the meta device, so it has no values to prune: materialise the model (to_empty and load "
                 "weights) before sparsify_."
             )
-        if type(parameter.data).__name__ == "DTensor":
-            raise ValueError(f"{name} is sharded (DTensor) already: call sparsify_ before fully_shard or tensor parallelism.")
+    sharded = [name for name, parameter in model.named_parameters() if type(parameter.data).__name__ == "DTensor"]
+    # after a forward pass FSDP2 leaves whole weights in some modules, and their class alone tells
+    sharded += [name or "the model" for name, module in model.named_modules() if _is_fsdp(type(module))]
+    if sharded:
+        raise ValueError(f"{sharded[0]} is sharded (DTensor) already: call sparsify_ before fully_shard or tensor parallelism.")
 
 
 def _owners(model: nn.Module) -> dict[int, list[str]]:
@@ -271,14 +274,19 @@ def freeze_(model: nn.Module) -> nn.Module:
 def reshard(model: nn.Module) -> None:
     """FSDP2 leaves whole copies in some modules after a forward pass; what is written there would be lost."""
     for module in model.modules():
-        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+        if _is_fsdp(type(module)):
             cast(Any, module).reshard()
+
+
+def _is_fsdp(kind: type) -> bool:
+    """A class that ``fully_shard`` or ``replicate`` made, told without importing torch.distributed."""
+    return any(base.__name__ == "FSDPModule" for base in kind.__mro__)
 
 
 def _without_sparsity(kind: type[nn.Module]) -> type[nn.Module]:
     """The plain class; ``fully_shard`` and ``replicate`` put a class of their own in front of it, which stays."""
     dense, (front, *_) = dense_class(kind), kind.__bases__
-    if not any(base.__name__ == "FSDPModule" for base in front.__mro__):
+    if not _is_fsdp(front):
         return dense
     name = kind.__name__.removesuffix(kind.__bases__[-1].__name__) + dense.__name__
     return type(name, (front, dense), {"__deepcopy__": kind.__dict__["__deepcopy__"]})

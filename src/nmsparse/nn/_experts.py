@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from nmsparse.nn._layer import Layer
-from nmsparse.nn._modules import SparseMixin, Unannounced, begin_call, grouped_dim, reduced_by, refuse_data_parallel
+from nmsparse.nn._modules import SparseMixin, Swapped, Unannounced, begin_call, grouped_dim, reduced_by, refuse_data_parallel
 from nmsparse.nn._products import forward_weight
 from nmsparse.recipes import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Recipe
 
@@ -100,11 +100,10 @@ class StackProjection(torch.autograd.Function):
         return None, None, None, ctx.stack.stored(passed).to(weight.dtype)
 
 
-class SparseExpertsMixin:
+class SparseExpertsMixin(Swapped):
     """First base of the class that a module of experts gets. Its stacks are the plain attribute ``_nmsparse_stacks``."""
 
     _nmsparse_stacks: dict[str, ExpertStack]
-    is_swapped = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         seen = {key: stack.seen() for key, stack in self._nmsparse_stacks.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import cache
 from typing import Any, cast
 
@@ -18,14 +19,23 @@ from nmsparse.nn._sharded import is_sharded, part_size, spread, whole
 from nmsparse.recipes import GRAD_INPUT, OUTPUT
 
 
-class SparseMixin:
+class Swapped:
+    """A class of ours in the place of another."""
+
+    is_swapped = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Whoever writes ``type(layer)(...)``, as in a ``__deepcopy__``, means the class from before the swap: a dense layer."""
+        self.__class__ = dense_class(type(self))  # pyrefly: ignore
+        self.__init__(*args, **kwargs)
+
+
+class SparseMixin(Swapped):
     """What the sparse classes share. The record of the layer is the plain attribute ``_nmsparse``."""
 
     _nmsparse: Layer
     weight: nn.Parameter
     training: bool
-    is_swapped = True
-    """A class of ours in the place of another."""
     is_transposed = False
     """The weight of a linear layer is stored as (I, O)."""
     is_stack = False
@@ -264,7 +274,21 @@ class Unannounced:
 def _sparse_subclass(kind: type[nn.Module], sparse: type[nn.Module]) -> type[nn.Module]:
     """For somebody's subclass that leaves the forward as torch has it."""
     contents = {"__module__": "nmsparse.nn", "__doc__": sparse.__doc__, "__reduce_ex__": reduced_by(sparse_class)}
-    return type(f"Sparse{kind.__name__}", (Unannounced, sparse, kind), contents)
+    own_copy = {"__deepcopy__": _sparse_copy} if hasattr(kind, "__deepcopy__") else {}
+    return type(f"Sparse{kind.__name__}", (Unannounced, sparse, kind), contents | own_copy)
+
+
+def _sparse_copy(module: Any, memo: dict[int, Any]) -> Any:
+    """``__deepcopy__`` where a class has its own: the copy that it makes, sparse as the layer is."""
+    swapped = type(module)
+    kind: Any = dense_class(swapped)
+    twin = kind.__deepcopy__(module, memo)
+    if type(twin) is kind:
+        memo[id(module)] = twin  # the record may lead back here, through the model
+        twin._nmsparse = deepcopy(module._nmsparse, memo)
+        twin._nmsparse.to(twin.weight.device)
+        twin.__class__ = swapped
+    return twin
 
 
 def reduced_by(make: Callable[[type[nn.Module]], type[nn.Module] | None]) -> Callable[[nn.Module, Any], Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -17,7 +18,16 @@ from torch import Tensor, nn
 
 from nmsparse.kernels import pack_weight_, packed_size, sparse_matmul, unpack_sparse
 from nmsparse.nn._conv1d import is_hf_conv1d
-from nmsparse.nn._modules import autocast_operands, dense_class, grouped_dim, reduced_by
+from nmsparse.nn._modules import (
+    Swapped,
+    Unannounced,
+    autocast_operands,
+    behaves_as,
+    dense_class,
+    grouped_dim,
+    reduced_by,
+    sparse_class,
+)
 
 
 @dataclass(eq=False)
@@ -42,13 +52,12 @@ class PackedWeight:
         return unpack_sparse(self.values, self.out_features, self.in_features, self.is_transposed)
 
 
-class PackedMixin:
+class PackedMixin(Swapped):
     """What the packed classes share. The packed weight is the plain attribute ``_packed``: no buffer, no key."""
 
     _packed: PackedWeight
     weight: nn.Parameter
     bias: nn.Parameter | None
-    is_swapped = True
 
     def forward(self, input: Tensor) -> Tensor:
         packed = self._packed
@@ -106,13 +115,35 @@ class PackedLinear(PackedMixin, nn.Linear):  # pyrefly: ignore[inconsistent-inhe
 
 @cache
 def packed_class(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """The class to swap in for exactly this class, or None."""
+    """The class to swap in for a class of linear layers, or None."""
     if kind is nn.Linear:
         return PackedLinear
-    if not is_hf_conv1d(kind):
+    if is_hf_conv1d(kind):
+        bases: tuple[type, ...] = (PackedMixin, kind)
+    elif behaves_as(kind) is nn.Linear and sparse_class(kind) is not None:
+        bases = (Unannounced, PackedLinear, kind)
+    else:
         return None
-    contents = {"__doc__": "transformers' ``Conv1D`` of a frozen 2:4 model.", "__reduce_ex__": reduced_by(packed_class)}
-    return type("PackedConv1D", (PackedMixin, kind), contents)
+    contents = {"__doc__": f"``{kind.__name__}`` of a frozen 2:4 model.", "__reduce_ex__": reduced_by(packed_class)}
+    own_copy = {"__deepcopy__": _packed_copy} if hasattr(kind, "__deepcopy__") else {}
+    return type(f"Packed{kind.__name__}", bases, contents | own_copy)
+
+
+def _packed_copy(module: Any, memo: dict[int, Any]) -> Any:
+    """``__deepcopy__`` where a class has its own: that copies the plain layer which it knows, and the copy is packed again."""
+    swapped, packed, weight = type(module), module._packed, module.weight
+    try:
+        unpack_(module)
+        kind, twin = type(module), module.__deepcopy__(memo)
+    finally:
+        module.__class__, module._packed, module.weight = swapped, packed, weight
+    if twin is not module and type(twin) is kind:
+        twin._packed = deepcopy(packed, memo)
+        if not packed.has_dense:
+            twin.weight = deepcopy(weight, memo)
+        twin._packed.packed_from = identity(twin.weight)
+        twin.__class__ = swapped
+    return twin
 
 
 def identity(weight: Tensor) -> tuple[int, int]:

@@ -66,7 +66,10 @@ class Clock:
     @property
     def total(self) -> int:
         if self.total_steps is None:
-            raise ValueError("this recipe plans over the whole run: pass total_steps to run.attach(optimizer, total_steps=...).")
+            raise ValueError(
+                "this recipe plans over the whole run, whose number of updates is not known: pass total_steps, to "
+                "run.attach(optimizer, total_steps=...) or to the integration that calls it."
+            )
         return self.total_steps
 
 

@@ -122,6 +122,11 @@ class SparsityCallback(TrainerCallback, ExportableState):
         self._convert(model)
         saved = self._saved_in(state) if is_resumed else None
         self._first_step = _first_step(saved, state)
+        if state.max_steps <= self._first_step:
+            raise ValueError(
+                f"the clock of {self.recipe.name} starts at update {self._first_step}, and the Trainer ends at update "
+                f"{state.max_steps}, which leaves the recipe none: give TrainingArguments a larger max_steps or num_train_epochs."
+            )
         self._attach_clock(optimizer, total_steps=state.max_steps - self._first_step)
         if saved is not None:
             self.run.load_state_dict(from_json(saved["run"]))
