@@ -59,8 +59,9 @@ def close(a: Tensor, b: Tensor) -> bool:
     return float((a.float() - b.float()).norm() / b.float().norm()) < 1e-2  # three products, each rounded to 16 bits
 
 
+# in fp16 the library's own algorithm is untried, and an illegal instruction would end all tests of its process
 @pytest.mark.usefixtures("unsearched")
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("keep_dense", [True, False])
 @torch.inference_mode()
 def test_packed_layers_compute_what_dense_ones_do(dtype: torch.dtype, keep_dense: bool) -> None:

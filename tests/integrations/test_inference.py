@@ -227,6 +227,20 @@ def test_gradients_run_dense_with_a_warning_or_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("engine")
+def test_a_bias_that_trains_alone_gets_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU nothing would record it: only the plain-torch reference of the op is seen by autograd."""
+    model = frozen()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    nm.accelerate_(model, plan=Everything())
+    monkeypatch.setattr("nmsparse.nn._packed.sparse_matmul", lambda *_: pytest.fail("a product without a backward pass"))
+    with pytest.warns(UserWarning, match="called with gradients enabled"):
+        model.up(some_input()).float().sum().backward()
+    assert model.up.bias.grad is not None
+    assert model.up.weight.grad is None
+
+
+@pytest.mark.usefixtures("engine")
 def test_changed_weight_is_noticed() -> None:
     model = frozen()
     nm.accelerate_(model, plan=Everything())
@@ -472,9 +486,10 @@ def test_bench_compares_the_same_computation(family: str, monkeypatch: pytest.Mo
     def alternate(sides: dict[str, Callable[[], object]], seconds: float, turns: int) -> dict[str, Side]:
         for call in sides.values():
             call()
-        return {"dense": Side(2.0, 0.0, None, None), "sparse": Side(1.0, 0.0, None, None)}
+        return {name: Side({"cublas": 3.0, "cublaslt": 2.0, "sparse": 1.0}[name], 0.0, None, None) for name in sides}
 
     monkeypatch.setattr(_inference, "alternate", alternate)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda library=None: library or "default")
     monkeypatch.setattr(nn.Module, "compile", lambda self, *a, **k: None)
     monkeypatch.setattr(
         "nmsparse.inference.time_products", lambda products, device: {p: Choice(1, 1, 0.5, 1.0, 0.0) for p in products}
@@ -485,7 +500,8 @@ def test_bench_compares_the_same_computation(family: str, monkeypatch: pytest.Mo
     for call in (_inference.Call("prefill", 2, 16), _inference.Call("decode", 3, 1)):
         _inference.compare_call(record, "tiny", Shape(family, 2, 64, 128, 4, 4, 32, 2), call, 0.1, 1, "cpu")
     for row in record.rows:
-        assert row["speedup"] == 2.0
+        assert row["speedup"] == 2.0, "against the faster library"
+        assert row["blas"] == "cublaslt"
         assert row["packed"] == row["layers"] == (14 if family == "llama" else 8)
         assert row["weight_bytes"] == 0.5625
         assert row["difference"] < 0.02

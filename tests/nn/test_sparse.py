@@ -63,6 +63,23 @@ def test_any_number_of_tokens_is_padded_inside(tokens: int) -> None:
         assert losses[0] == pytest.approx(losses[1], rel=2e-2)
 
 
+@pytest.mark.parametrize("recipe", [nm.Trio("2:4"), nm.STE("2:4")], ids=lambda r: r.name)
+def test_more_tokens_than_the_library_takes_are_multiplied_in_parts(recipe: nm.Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = []
+    for longest in (2_097_120, 128):  # no layer here has more features
+        monkeypatch.setattr(_ops, "LONGEST", longest)
+        model, optimizer, _ = make(recipe)
+        losses.append(train(model, optimizer, 3, 300))
+    assert losses[0] == losses[1]
+
+
+def test_more_packed_tokens_than_the_library_takes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ops, "LONGEST", 128)
+    model, optimizer, _ = make(nm.SDGP("2:4"))
+    with pytest.raises(RuntimeError, match=r"at most 128 rows of a packed gradient at once, and this one has 320: use smaller"):
+        train(model, optimizer, 1, 300)
+
+
 def test_phases_switch_the_products_on_and_off() -> None:
     model, optimizer, run = make(nm.STEP("2:4", switch=5))
     assert run.products["up"]["output"] == "step is in a dense phase"

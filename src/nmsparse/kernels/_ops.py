@@ -20,6 +20,8 @@ from nmsparse.kernels._layout import ATOM_ROWS, compress, decompress, packed_siz
 ALIGNMENT = 16
 DENSE_ROWS = 8
 """Tokens of a dense 16-bit operand come in multiples of this."""
+LONGEST = 2_097_120
+"""Rows or columns of D that cuSPARSELt 0.8.0 takes; it compares with this number, whatever the memory."""
 
 
 # ---- D = A @ B with a packed A ----
@@ -97,6 +99,14 @@ def _fit_rows(dense: Tensor, k: int, b_transposed: bool) -> Tensor:
 
 
 def _multiply(packed: Tensor, b: Tensor, product: Product, bias: Tensor | None = None) -> Tensor:
+    if product.m > LONGEST:  # tokens of a gradient that was packed whole
+        raise RuntimeError(
+            f"sparse tensor cores multiply at most {LONGEST} rows of a packed gradient at once, and this one has {product.m}: "
+            "use smaller micro-batches, or sparsify with emulate=True."
+        )
+    if product.n > LONGEST and product.b_transposed and product.d_transposed:  # tokens of a dense operand
+        parts = b.split(LONGEST)
+        return torch.cat([_multiply(packed, part, product._replace(n=part.shape[0]), bias) for part in parts])
     if not packed.is_cuda:
         return _reference_matmul(packed, b, product, bias)
     from nmsparse.kernels._engine import engine

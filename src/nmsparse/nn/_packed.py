@@ -72,7 +72,8 @@ class PackedMixin(Swapped):
     def _needs_dense(self, x: Tensor, dtype: torch.dtype) -> str | None:
         """Why a call cannot use the packed weight; None if it can."""
         packed = self._packed
-        if torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad):
+        wants_gradients = any(t is not None and t.requires_grad for t in (x, self.weight, self.bias))
+        if torch.is_grad_enabled() and wants_gradients:  # the op has no backward pass
             return "it was called with gradients enabled; call the model under torch.inference_mode()"
         if dtype != packed.values.dtype or x.dtype != dtype:
             return f"it was called in {x.dtype}, and its weight is packed in {packed.values.dtype}"
