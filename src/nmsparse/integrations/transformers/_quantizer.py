@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -22,6 +23,8 @@ METHOD = "nmsparse"
 VERSION = 1
 NAMES = ("weight", *EXPERT_NAMES)
 """Of parameters that may be packed."""
+CASTS = hasattr(HfQuantizer, "get_new_dtype")
+"""transformers casts the values before they are unpacked (5.22 does, 5.17 leaves their type to the conversion)."""
 PARTS = {name: [name + VALUES, name + INDICES] for name in NAMES}
 
 
@@ -68,7 +71,16 @@ class Unpack(ConversionOps):
         if layout.shape != expected:
             raise ValueError(f"{full_layer_name} is packed with shape {layout.shape}; this model's has {expected}.")
         values, indices = (input_dict[key][0] for key in parts)
+        if not CASTS:
+            values = values.to(_wanted_dtype(full_layer_name, model))
         return {full_layer_name: unpack_tensor(values, indices, layout, full_layer_name)}
+
+
+def _wanted_dtype(name: str, model: Any) -> torch.dtype:
+    """The type that the caller of ``from_pretrained`` asked for, or that the architecture insists on for this weight."""
+    wanted: torch.dtype = model.get_parameter(name).dtype
+    kept: Mapping[str, torch.dtype] = model._get_dtype_plan(wanted)
+    return next((dtype for part, dtype in kept.items() if part in name.split(".")), wanted)
 
 
 @register_quantizer(METHOD)
@@ -87,6 +99,10 @@ class PackedQuantizer(HfQuantizer):
             if candidate in tensors:
                 return Layout.read(candidate, tensors[candidate])
         raise ValueError(f"config.json does not say how {name} is packed; write the folder with save_packed.")
+
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        """All that older versions ask for; newer ones make the same of ``serialized_names`` and ``get_load_operations``."""
+        return [WeightConverter(parts, name, [Unpack(self)]) for name, parts in PARTS.items()]
 
     def get_load_operations(self) -> dict[str, type[ConversionOps]]:
         return {"dequantize": Unpack}
