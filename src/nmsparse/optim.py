@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from nmsparse.kernels import frozen_adamw_kernel
+from nmsparse.nn import held, whole
 
 FROZEN_OPTIONS = ("freeze", "eps_inside", "max_update", "floor_quantile")
 QUANTILE_SAMPLE = 1 << 20
@@ -159,6 +160,11 @@ class StepAdamW(torch.optim.AdamW):
             _frozen_foreach([params[i] for i in batch], [grads[i] for i in batch], [self.state[params[i]] for i in batch], group)
 
 
+def _momentum(state: dict[str, Any]) -> Tensor:
+    momentum: Tensor = state["exp_avg"]
+    return momentum
+
+
 def _variance(state: dict[str, Any]) -> Tensor:
     """The variance that preconditions: the running maximum under AMSGrad."""
     variance: Tensor = state.get("max_exp_avg_sq", state["exp_avg_sq"])
@@ -168,7 +174,7 @@ def _variance(state: dict[str, Any]) -> Tensor:
 def _low_quantile(variance: Tensor, quantile: float) -> float:
     if quantile == 0:
         return 0.0
-    flat = variance.flatten()
+    flat = whole(variance).flatten()
     sample = flat[:: max(1, flat.numel() // QUANTILE_SAMPLE)].float()
     return float(sample.kthvalue(1 + int(quantile * (sample.numel() - 1))).values)
 
@@ -178,9 +184,11 @@ def _frozen_foreach(params: list[Tensor], grads: list[Tensor], states: list[dict
     beta1, lr = float(group["betas"][0]), float(group["lr"])
     for state in states:
         state["step"] += 1
-    momenta = [state["exp_avg"] for state in states]
+    # each rank the part that it holds: torch 2.11 knows not all of these operations for sharded tensors
+    params, grads = [held(p) for p in params], [held(grad) for grad in grads]
+    momenta, variances = ([held(tensor(state)) for state in states] for tensor in (_momentum, _variance))
     torch._foreach_lerp_(momenta, grads, 1 - beta1)
-    denominators = list(torch._foreach_mul([_variance(state) for state in states], [state["frozen_scale"] for state in states]))
+    denominators = list(torch._foreach_mul(variances, [state["frozen_scale"] for state in states]))
     torch._foreach_clamp_min_(denominators, [state["frozen_floor"] for state in states])
     if group["eps_inside"]:
         torch._foreach_add_(denominators, group["eps"])
