@@ -1,8 +1,8 @@
 """Experts of a mixture: weights in 3-D parameters that transformers' modules multiply themselves.
 
 Such a module (MixtralExperts, Qwen3MoeExperts, ... since transformers 5) reads its parameters in a forward of its own: one expert
-after the other, batched, or grouped. So a recipe acts where they are read: while the forward runs, the module's dictionary holds
-the projected weights under the names of the parameters, and Python finds them there first. The parameters stay what they are.
+after the other, batched, or grouped. So a recipe acts where they are read: while the forward runs, the projected weights stand in
+the module's table of parameters, and afterwards the parameters again, which never change.
 
 Only what the module sees of a weight can be pruned so: `output`, and `grad_input` with the same weight. Gradients stay whole.
 
@@ -106,13 +106,16 @@ class SparseExpertsMixin(Swapped):
     _nmsparse_stacks: dict[str, ExpertStack]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        table: Any = self._parameters  # pyrefly: ignore
+        own = {key: table[key] for key in self._nmsparse_stacks}
         seen = {key: stack.seen() for key, stack in self._nmsparse_stacks.items()}
-        self.__dict__.update(seen)
+        for key, weight in seen.items():  # one by one: compilers know no other way to write into a module
+            table[key] = weight
         try:
             return super().forward(*args, **kwargs)  # pyrefly: ignore
         finally:
-            for key in seen:
-                del self.__dict__[key]
+            for key, parameter in own.items():
+                table[key] = parameter
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)  # pyrefly: ignore
