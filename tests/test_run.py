@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 from typing import Any
 
 import pytest
@@ -343,5 +345,92 @@ def test_a_copy_of_the_model_takes_the_masks_and_phases_of_today(name: str) -> N
     averaged.update_parameters(model)
     run.copy_state_to(averaged.module)
     x = make_data()[0]
-    for mode in (True, False):
-        assert torch.equal(averaged.module.train(mode)(x), model.train(mode)(x))
+    with torch.no_grad():  # no clock follows a copy, so it does not train
+        for mode in (True, False):
+            assert torch.equal(averaged.module.train(mode)(x), model.train(mode)(x))
+
+
+@pytest.mark.parametrize("is_pickled", [False, True])
+def test_a_copy_made_while_training_does_not_train_without_its_recipe(is_pickled: bool) -> None:
+    model, optimizer, _ = start("sr-ste", {})
+    train(model, optimizer, 2, make_data())
+    twin = pickle.loads(pickle.dumps(model)) if is_pickled else copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match="was sparsified with sr-ste, whose schedule or decay runs on the optimizer"):
+        twin(make_data()[0])
+    train(model, optimizer, 1, make_data())
+
+
+# ---- weights that are loaded late ----
+
+FROM_WEIGHTS = [("asp", {}), ("s-ste", {}), ("fst", {}), ("trio", {}), ("bi-mask", {})]
+
+
+def other_weights() -> dict[str, torch.Tensor]:
+    return make_net(seed=5).state_dict()
+
+
+@pytest.mark.parametrize(("name", "options"), FROM_WEIGHTS, ids=[name for name, _ in FROM_WEIGHTS])
+def test_weights_loaded_after_attach_are_those_that_a_run_starts_with(name: str, options: dict[str, Any]) -> None:
+    losses = []
+    for is_late in (False, True):
+        model = make_net()
+        recipe = nm.recipe(name, "2:4", **options)
+        if not is_late:
+            model.load_state_dict(other_weights())
+        run = nm.sparsify_(model, recipe)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        run.attach(optimizer, total_steps=STEPS)
+        if is_late:
+            model.load_state_dict(other_weights())
+        losses.append(train(model, optimizer, 4, make_data()))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(("name", "options"), FROM_WEIGHTS, ids=[name for name, _ in FROM_WEIGHTS])
+def test_weights_loaded_after_sparsify_are_evaluated_with_masks_of_their_own(name: str, options: dict[str, Any]) -> None:
+    first, second = make_net(), make_net()
+    first.load_state_dict(other_weights())
+    for model in (first, second):
+        nm.sparsify_(model, nm.recipe(name, "2:4", **options))
+    second.load_state_dict(other_weights())
+    x = make_data()[0]
+    with torch.no_grad():
+        assert torch.equal(first.eval()(x), second.eval()(x))
+
+
+def test_weights_loaded_late_into_a_compiled_model_are_refused() -> None:
+    torch._dynamo.reset()
+    model, optimizer, _ = start("asp", {})
+    model.load_state_dict(other_weights())
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(RuntimeError, match=r"embed: weights were loaded after run\.attach, when asp had taken masks or scales"):
+        train(compiled, optimizer, 1, make_data())
+
+
+def test_weights_loaded_while_a_run_goes_on_keep_its_masks() -> None:
+    model, optimizer, run = start("asp", {})
+    train(model, optimizer, 2, make_data())
+    before = run._layers["embed"].state["mask"].clone()
+    model.load_state_dict(other_weights())
+    train(model, optimizer, 1, make_data())
+    assert torch.equal(run._layers["embed"].state["mask"], before)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("asp", {"permute": True}), ("structure-decay", {"shape": "geometric"}), ("bi-mask", {}), ("fst", {})]
+)
+def test_another_default_device_is_the_users_own(name: str, options: dict[str, Any]) -> None:
+    """Tensors that belong to none of the model's are made where they are used."""
+    torch.set_default_device("meta")
+    try:
+        with torch.device("cpu"):
+            model, (x, y) = make_net(), make_data()
+        run = nm.sparsify_(model, nm.recipe(name, "2:4", **options))
+        assert not any("cannot trace" in why for why in run.skipped.values())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.attach(optimizer, total_steps=4)
+        train(model, optimizer, 3, (x, y))
+        run.load_state_dict(run.state_dict())
+        assert run.stats()["total"]["density"] is not None
+    finally:
+        torch.set_default_device(None)

@@ -235,3 +235,47 @@ def test_decay_on_weights_demands_a_learning_rate() -> None:
     with pytest.raises(ValueError, match=r'decay_on="weight" shrinks weights by lr .* OwnRate has no "lr"'):
         run.attach(optimizer)
     assert run.optimizers == []
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_decay_on_weights_leaves_layers_without_a_gradient_alone(kind: type[torch.optim.Optimizer]) -> None:
+    model = make_net()
+    run = nm.sparsify_(model, nm.SRSTE("2:4", decay=0.5, decay_on="weight"))
+    optimizer = kind(model.parameters(), lr=0.1)
+    run.attach(optimizer)
+    train(model, optimizer, 2, make_data())
+    frozen = model.blocks[0].up
+    frozen.requires_grad_(False)
+    before = frozen.weight.detach().clone()
+    train(model, optimizer, 3, make_data())
+    assert torch.equal(frozen.weight, before)
+
+
+def test_decay_on_weights_is_rounded_once() -> None:
+    layer = nn.Linear(64, 64, bias=False).bfloat16()
+    run = nm.sparsify_(layer, nm.SRSTE("2:4", decay=0.03, decay_on="weight"), targets=[""])
+    run.attach(torch.optim.SGD(layer.parameters(), lr=0.1))
+    before, mask = layer.weight.detach().clone(), magnitude_mask(layer.weight.detach().float(), "2:4")
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    run.optimizers[0].step()
+    expected = torch.where(mask, before.float(), before.float() * (1 - 0.1 * 0.03)).bfloat16()
+    assert torch.equal(layer.weight, expected)
+
+
+def test_decay_on_weights_refuses_optimizers_that_make_them_from_other_points() -> None:
+    schedulefree = pytest.importorskip("schedulefree")
+    model = make_net()
+    run = nm.sparsify_(model, nm.SRSTE("2:4", decay_on="weight"))
+    with pytest.raises(ValueError, match=r'AdamWScheduleFree makes them anew from two other points: use decay_on="grad"'):
+        run.attach(schedulefree.AdamWScheduleFree(model.parameters(), lr=0.1))
+
+
+def test_a_first_update_below_an_output_of_zeros_counts() -> None:
+    """Its gradients are zeros but for the output's, and a warm-up begins at a learning rate of 0."""
+    model = make_net()
+    nn.init.zeros_(model.head.weight)
+    run = nm.sparsify_(model, nm.SRSTE("2:4"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    run.attach(optimizer)
+    train(model, optimizer, 1, make_data())
+    assert run.step == 1

@@ -28,7 +28,7 @@ def read(tensors: list[Tensor]) -> list[float]:
 
 def _as_tensor(value: Tensor | float) -> Tensor:
     """A recipe of the user's may describe itself in plain numbers."""
-    return value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    return value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 def totals(layers: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -46,6 +46,12 @@ class Shared:
     def live_layers(self) -> list[LayerHandle]:
         return [layer for layer in self.layers.values() if layer.is_live]
 
+    def begin(self) -> None:
+        """From here on weights go on with the run, and do not start it."""
+        self.has_started = True
+        for layer in self.layers.values():
+            layer.layer.has_started = True
+
 
 class StepClock:
     """Follows one optimizer and the layers that it updates."""
@@ -99,11 +105,22 @@ class StepClock:
             raise
         self._shared.clocks.append(self)
         for layer in self.layers:
-            layer.layer.awaits_optimizer = False
+            layer.layer.awaits_optimizer, layer.layer.has_clock, layer.layer.was_loaded = False, True, False
         self._hooks = [
             self.optimizer.register_step_pre_hook(lambda _, args, kwargs: self._before_step(args, kwargs)),
             self.optimizer.register_step_post_hook(lambda *_: self._after_step()),
         ]
+
+    def follow_loaded(self) -> None:
+        """Start anew where other weights were loaded before the first update."""
+        if any(layer.layer.was_loaded for layer in self.layers):
+            self.memory.clear()
+            self._scheduled.clear()
+            self._recipe.on_attach(self._update())
+            self._set_time()
+            self.pack()
+            for layer in self.layers:
+                layer.layer.was_loaded = False
 
     def stop(self) -> None:
         """Let the optimizer go."""
@@ -111,7 +128,7 @@ class StepClock:
         for hook in self._hooks:
             hook.remove()
         for layer in self.layers:
-            layer.layer.awaits_optimizer = self._recipe.needs_clock
+            layer.layer.awaits_optimizer, layer.layer.has_clock = self._recipe.needs_clock, False
             layer.layer.sparse = None  # nobody would pack its weight after an update
 
     @property
@@ -221,6 +238,12 @@ class StepClock:
         check_updated(self.optimizer, layers, self._recipe)
         attached = {layer.name for clock in shared.clocks for layer in clock.layers}
         check_left_out(self.optimizer, [layer for layer in shared.live_layers if layer.name not in attached])
+        late = next((layer.name for layer in layers if layer.layer.was_loaded and not shared.has_started), None)
+        if late is not None:
+            raise RuntimeError(
+                f"{late}: weights were loaded after run.attach, when {self._recipe.name} had taken masks or scales from those "
+                "before, and a compiled model has used these by now: load weights first, then call run.attach."
+            )
         if self._may_be_stale:  # a run that goes on has loaded moments in the new order
             check_moments(self.optimizer, shared.before_forward.permuted)
         if shared.before_forward.was_called:
@@ -255,7 +278,8 @@ class StepClock:
         if not self._is_running:
             return
         self._is_running = False
-        self._shared.has_started = True
+        if not self._shared.has_started:
+            self._shared.begin()
         self.step += 1
         update = self._update()
         self._recipe.after_update(update)

@@ -158,7 +158,8 @@ class LayerHandle:
     def shrink_pruned(self, factor: float) -> None:
         weight, mask = self.held_weight, self.held_mask()
         assert mask is not None, "a recipe that shrinks pruned weights says which they are"
-        weight.mul_(torch.where(mask, 1.0, factor).to(weight.dtype))
+        wide = weight if weight.dtype == torch.float64 else weight.float()  # a factor near 1 is 1 in 16 bit
+        weight.copy_(torch.where(mask, wide, wide * factor))
 
 
 @dataclass(eq=False)
@@ -285,7 +286,8 @@ def is_rehearsal(optimizer: torch.optim.Optimizer, layers: Sequence[LayerHandle]
     into; that is no update. A warm-up may start at a learning rate of 0 too, but not with such gradients."""
     if optimizer.state or not all(_is_host_zero(group.get("lr")) for group in optimizer.param_groups):
         return False
-    grads = [layer.parameter.grad for layer in layers if layer.parameter.grad is not None]
+    # of all parameters: below an output layer of zeros, the first gradients of all others are zeros too
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     non_zero = [held(grad).count_nonzero().float() for grad in grads]
     return not any(float(count) for count in sum_over_shards(non_zero, grads))
 

@@ -133,6 +133,13 @@ class Run:
         calls ``training_step``); once per micro-batch, whether or not they do is no matter."""
         self._hook.move_on()
 
+    def follow_loaded(self) -> None:
+        """Weights that were loaded after ``attach``, before the first update, are those that the run starts with. The model calls
+        this before its forward passes."""
+        if not self._shared.has_started:
+            for clock in self._clocks:
+                clock.follow_loaded()
+
     # ---- the clock ----
 
     def attach(
@@ -278,7 +285,7 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken. Attach the optimizers first; nothing changes if anything differs."""
         self._check_loadable(state)
-        self._shared.has_started = True
+        self._shared.begin()
         for clock, saved in self._clocks_in(state):
             clock.set_to(saved["step"], saved["memory"])
         self._copy_layers(state)
@@ -291,7 +298,7 @@ class Run:
         """Of :meth:`state_dict`, what evaluation needs beside the weights: the masks and scales of the layers. The clock stays as
         it is, and no optimizer need be attached; a run that goes on training takes :meth:`load_state_dict`."""
         check_same_model(state, self.recipe, self.seed, {name: handle.state for name, handle in self._layers.items()})
-        self._shared.has_started = True  # what was frozen at the start of the saved run stays: a new clock does not make it anew
+        self._shared.begin()  # what was frozen at the start of the saved run stays: a new clock does not make it anew
         self._copy_layers(state)
         self.refresh()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,17 @@ def test_saved_experts_obey_the_pattern_and_load_bit_for_bit(format: str, tmp_pa
         assert report.ok
         assert {names[key].dim for key in STACKS} == {2}
         assert same(nm.load(make_model(seed=1), tmp_path / folder), model)
+
+
+def test_threads_see_pruned_weights_only() -> None:
+    experts = make_experts()
+    nm.sparsify_(experts, nm.STE("2:4"), STACKS)
+    experts.eval()
+    with torch.no_grad():
+        expected = experts(*data())
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda _: experts(*data()), range(60)))
+    assert all(torch.equal(each, expected) for each in found)
 
 
 def test_states_move_with_the_module() -> None:

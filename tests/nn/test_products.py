@@ -379,3 +379,55 @@ def test_shapes_can_be_computed_on_meta() -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8))
     nm.sparsify_(model, nm.SSTE("2:4"), targets="all")
     assert model.to("meta")(torch.empty(3, 16, device="meta")).shape == (3, 8)
+
+
+# ---- sequences of several lengths ----
+
+NESTED = [nm.STE("2:4"), nm.SSTE("2:4"), nm.FST("2:4"), nm.MaskDecay("2:4")]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("recipe", NESTED, ids=lambda r: r.name)
+def test_an_encoder_with_a_padding_mask_is_evaluated_as_with_padding(recipe: nm.Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """nn.TransformerEncoder makes a nested tensor of its input then."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+    encoder = nn.TransformerEncoder(layer, 2)
+    nm.sparsify_(encoder, recipe, targets=["linear1", "linear2"])
+    x, mask = torch.randn(3, 6, 16), torch.zeros(3, 6, dtype=torch.bool)
+    mask[0, 4:] = True
+    encoder.eval()
+    with torch.no_grad():
+        found = encoder(x, src_key_padding_mask=mask)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            expected = encoder(x, src_key_padding_mask=mask)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    torch.testing.assert_close(found[~mask], expected[~mask], rtol=1e-5, atol=1e-5)
+
+
+def test_jagged_inputs_train_as_the_rows_that_they_hold() -> None:
+    grads = []
+    for is_jagged in (True, False):
+        torch.manual_seed(0)
+        layer = nn.Linear(16, 8)
+        run = nm.sparsify_(layer, nm.SSTE("2:4", mvue=False), targets=[""])
+        run.attach(torch.optim.SGD(layer.parameters(), lr=0.1))
+        parts = [torch.ones(n, 16) * (n + 1) for n in (2, 3)]
+        if is_jagged:
+            y = layer(torch.nested.nested_tensor(parts, layout=torch.jagged))
+            loss = torch.cat([part.flatten() for part in y.unbind()]).square().sum()
+        else:
+            loss = layer(torch.cat(parts)).square().sum()
+        loss.backward()
+        grads.append(layer.weight.grad)
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_strided_nested_tensors_do_not_train_and_say_so() -> None:
+    layer = nn.Linear(16, 8)
+    nm.sparsify_(layer, nm.STE("2:4"), targets=[""])
+    with pytest.raises(NotImplementedError, match=r"nested tensor of strided layout.*use layout=torch\.jagged"):
+        layer(torch.nested.nested_tensor([torch.ones(2, 16), torch.ones(3, 16)]))

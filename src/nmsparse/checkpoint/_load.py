@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nmsparse.checkpoint._files import TensorFiles
 from nmsparse.checkpoint._format import INDICES, VALUES
-from nmsparse.nn import sparse_modules, unpack_all_
+from nmsparse.nn import follow_loaded, sparse_modules, unpack_all_
 
 
 @torch.no_grad()
@@ -50,6 +50,6 @@ def _match(own: dict[str, Tensor], files: TensorFiles) -> dict[str, str]:
 
 
 def _refresh(model: nn.Module) -> None:
-    """A sparsified model may hold packed copies of what was just replaced."""
+    """A sparsified model may hold packed copies, masks and scales of what was just replaced."""
     for _, module in sparse_modules(model):
-        module._nmsparse.refresh(module.weight)
+        follow_loaded(module)

@@ -46,11 +46,11 @@ def channel_permutation(
         )
     best = order = _descend(magnitude, order, pattern, deadline)
     best_kept = _kept(magnitude[:, best], pattern)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     for _ in range(escapes):
         if monotonic() > deadline:
             break
-        a, b = torch.randint(len(order), (2,), generator=generator).tolist()
+        a, b = torch.randint(len(order), (2,), generator=generator, device="cpu").tolist()
         order = best.clone()
         order[[a, b]] = order[[b, a]]
         order = _descend(magnitude, order, pattern, deadline)
@@ -119,7 +119,7 @@ def _score(magnitude: Tensor, stripes: Tensor, pairs: Tensor, pattern: Pattern, 
 def _apply_best(stripes: Tensor, pairs: Tensor, gain: Tensor, split: Tensor, floor: float, m: int) -> Tensor:
     """Greedily apply the largest gains whose stripes are still untouched; return which stripes changed."""
     splits = torch.tensor(_splits(m), device=stripes.device)
-    touched = torch.zeros(len(stripes), dtype=torch.bool)
+    touched = torch.zeros(len(stripes), dtype=torch.bool, device="cpu")
     promising = (gain > floor).nonzero().flatten()
     by_gain = promising[gain[promising].argsort(descending=True)]
     for index, (a, b) in zip(by_gain.tolist(), pairs[by_gain].tolist(), strict=True):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from threading import RLock
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from nmsparse.nn._layer import Layer
-from nmsparse.nn._modules import SparseMixin, Swapped, Unannounced, begin_call, grouped_dim, reduced_by, refuse_data_parallel
+from nmsparse.nn._modules import (
+    SparseMixin,
+    Swapped,
+    Unannounced,
+    begin_call,
+    follow_loaded,
+    grouped_dim,
+    reduced_by,
+    refuse_data_parallel,
+)
 from nmsparse.nn._products import forward_weight
 from nmsparse.recipes import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Recipe
 
@@ -29,6 +39,10 @@ EXPERT_NAMES = ("gate_up_proj", "up_proj", "down_proj")
 """Of the parameters, in all of transformers' expert modules."""
 FACTS = ("is_transposed", "has_gate", "has_bias")
 """Attributes that transformers gives such modules, and by which they are known without importing it."""
+
+
+TURN = RLock()
+"""Threads run experts in turn, each with the table of parameters to itself. With a lock of its own no module could be copied."""
 
 
 class ExpertStack(SparseMixin):
@@ -106,6 +120,12 @@ class SparseExpertsMixin(Swapped):
     _nmsparse_stacks: dict[str, ExpertStack]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # what is compiled writes nothing into the module
+            return self._projected_forward(*args, **kwargs)
+        with TURN:
+            return self._projected_forward(*args, **kwargs)
+
+    def _projected_forward(self, *args: Any, **kwargs: Any) -> Any:
         table: Any = self._parameters  # pyrefly: ignore
         own = {key: table[key] for key in self._nmsparse_stacks}
         seen = {key: stack.seen() for key, stack in self._nmsparse_stacks.items()}
@@ -120,6 +140,8 @@ class SparseExpertsMixin(Swapped):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)  # pyrefly: ignore
         self._follow_weights()  # assign=True puts in other tensors
+        for stack in self._nmsparse_stacks.values():
+            follow_loaded(stack)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         module = super()._apply(fn, recurse)  # pyrefly: ignore

@@ -32,6 +32,12 @@ class Layer:
     """What runs on sparse tensor cores, once an optimizer is attached; None where everything is emulated."""
     awaits_optimizer: bool = False
     """The recipe runs on an optimizer, and none is attached yet."""
+    has_clock: bool = False
+    """An attached optimizer updates it."""
+    has_started: bool = False
+    """Its run has made an update, or loaded the state of one: what the recipe took from the weights is kept from here on."""
+    was_loaded: bool = False
+    """Other weights came after the clock was attached, and the recipe has not looked at them yet."""
     was_called: bool = False
     """By a forward pass, in Python: compiled code does not come by here."""
     was_traced: ClassVar[bool] = False
@@ -40,8 +46,8 @@ class Layer:
     """The state while the weight is on the meta device: accelerate shards models there and loads their weights afterwards."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy (deepcopy, pickle) belongs to no run, which alone would keep its packed weights current."""
-        return {**self.__dict__, "sparse": None}
+        """A copy (deepcopy, pickle) belongs to no run, which alone would keep its packed weights current and move its clock."""
+        return {**self.__dict__, "sparse": None, "has_clock": False, "awaits_optimizer": self.recipe.needs_clock}
 
     def init_state(self, weight: Tensor) -> None:
         """Fill the state from the (O, ..., I) weight."""

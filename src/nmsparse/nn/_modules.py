@@ -63,7 +63,7 @@ class SparseMixin(Swapped):
         self._nmsparse.forget_weight()
         super()._load_from_state_dict(*args, **kwargs)  # pyrefly: ignore
         self._nmsparse.to(self.weight.device)  # assign=True puts in another tensor
-        self._nmsparse.refresh(self.weight)
+        follow_loaded(self)
 
     def _replicate_for_data_parallel(self) -> nn.Module:
         raise refuse_data_parallel(self._nmsparse.name)
@@ -77,6 +77,22 @@ class SparseMixin(Swapped):
     def extra_repr(self) -> str:
         recipe = self._nmsparse.recipe
         return f"{super().extra_repr()}, {recipe.name} {recipe.pattern}"  # pyrefly: ignore
+
+
+@torch.no_grad()
+def follow_loaded(module: SparseMixin) -> None:
+    """After other weights were loaded: pack them, and at the start of a run take from them what the recipe takes.
+
+    Where a clock is attached, or the weight is not here in one piece, the run does so before the next forward pass.
+    """
+    layer, weight = module._nmsparse, module.weight
+    layer.refresh(weight)
+    if layer.has_started or not layer.recipe.starts_from_weights:
+        return
+    layer.was_loaded = layer.has_clock
+    if not layer.has_clock and not weight.is_meta and not is_sharded(weight):
+        for name, value in layer.recipe.init_state(wide(module.view_weight(weight)), layer.groups).items():
+            layer.state[name].copy_(value)
 
 
 def refuse_data_parallel(name: str) -> RuntimeError:
@@ -101,7 +117,7 @@ class SparseLinear(SparseMixin, nn.Linear):  # pyrefly: ignore[inconsistent-inhe
     """``nn.Linear`` whose products follow a recipe."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return _linear(self, input)
+        return _nested_linear(self, input) if input.is_nested else _linear(self, input)
 
 
 def begin_call(module: SparseMixin) -> None:
@@ -186,6 +202,21 @@ def prepare_call(module: Any, input: Tensor) -> tuple[Tensor, Tensor | None, tor
 def _linear(module: Any, input: Tensor) -> Tensor:
     x, bias, dtype = prepare_call(module, input)
     return _apply_products(LinearProducts, module._nmsparse, module.training, module.is_transposed, x, module.weight, bias, dtype)
+
+
+def _nested_linear(module: SparseLinear, input: Tensor) -> Tensor:
+    """Sequences of several lengths: what nn.TransformerEncoder makes of a padding mask in evaluation, and jagged tensors."""
+    if input.layout is torch.jagged:
+        jagged: Any = input
+        values = _linear(module, jagged.values())
+        return cast(Tensor, torch.nested.nested_tensor_from_jagged(values, jagged.offsets(), jagged.lengths()))
+    if torch.is_grad_enabled() and (input.requires_grad or module.weight.requires_grad):
+        raise NotImplementedError(
+            f"{module._nmsparse.name or 'this layer'}: its input is a nested tensor of strided layout, through which a sparse "
+            "layer has no gradients: use layout=torch.jagged, or call it under torch.no_grad()."
+        )
+    x, bias, dtype = autocast_operands(input, module.bias, module.weight)
+    return F.linear(x, forward_weight(module._nmsparse, module.training, module.weight).to(dtype), bias)
 
 
 def _pad_sizes(conv: nn.Conv2d) -> tuple[int, ...]:

@@ -72,6 +72,8 @@ class PackedMixin(Swapped):
     def _needs_dense(self, x: Tensor, dtype: torch.dtype) -> str | None:
         """Why a call cannot use the packed weight; None if it can."""
         packed = self._packed
+        if x.is_nested:
+            return "its input is a nested tensor; build nn.TransformerEncoder with enable_nested_tensor=False"
         wants_gradients = any(t is not None and t.requires_grad for t in (x, self.weight, self.bias))
         if torch.is_grad_enabled() and wants_gradients:  # the op has no backward pass
             return "it was called with gradients enabled; call the model under torch.inference_mode()"

@@ -80,7 +80,7 @@ def permute_channels_(
     readers, skipped = _readers(walk, layers, pattern.m)
     orders = {axis: _order(axis, places, pattern, escapes, time_limit) for axis, places in readers.items() if not axis.frozen}
     orders = _of_first_rank(model, orders)
-    orders = {axis: order for axis, order in orders.items() if not order.equal(torch.arange(axis.size))}
+    orders = {axis: order for axis, order in orders.items() if not order.equal(_natural(axis.size))}
     skipped |= _unmoved(readers, orders)
     return Permuted(skipped, _apply_(walk, orders), model)
 
@@ -134,6 +134,11 @@ def _order_is_fixed(why: str) -> str:
     return f"the order of its input channels is fixed by {why}"
 
 
+def _natural(size: int) -> Tensor:
+    """Orders are on the CPU, whatever the user's default device is."""
+    return torch.arange(size, device="cpu")
+
+
 @torch.no_grad()
 def _order(axis: Axis, places: list[tuple[str, nn.Module, int]], pattern: Pattern, escapes: int, time_limit: float) -> Tensor:
     """A new order of an axis, searched within each of its blocks."""
@@ -145,7 +150,7 @@ def _order(axis: Axis, places: list[tuple[str, nn.Module, int]], pattern: Patter
         total = float(weight.abs().sum())
         kept = float(weight.abs()[magnitude_mask(weight, pattern)].sum())
         if kept >= (1 - WORTH_A_SEARCH) * total:
-            orders.append(first + torch.arange(size))
+            orders.append(first + _natural(size))
         else:
             limit = time_limit / axis.blocks
             orders.append(first + channel_permutation(weight, pattern, escapes=escapes, time_limit=limit).cpu())
@@ -169,7 +174,7 @@ def _apply_(walk: Walk, orders: Mapping[Axis, Tensor]) -> list[tuple[str, int, T
         if not any(axis in orders for _, axis in spans):
             continue
         tensor = cast(Tensor, getattr(walk.modules[name], key))
-        permutation = torch.cat([start + orders.get(axis, torch.arange(axis.size)) for start, axis in spans])
+        permutation = torch.cat([start + orders.get(axis, _natural(axis.size)) for start, axis in spans])
         if len(permutation) != tensor.shape[dim]:  # the input of a grouped convolution: each group counts from 0
             permutation = permutation.view(-1, tensor.shape[dim]) % tensor.shape[dim]
         _reorder_(tensor, dim, permutation)

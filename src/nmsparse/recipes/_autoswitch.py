@@ -55,7 +55,7 @@ class AutoSwitch:
     def record(self, memory: dict[str, Any], value: Tensor) -> None:
         """Append a sample to the ring kept in ``memory``."""
         if "samples" not in memory:
-            memory["samples"] = torch.zeros(self.window + 1, device=value.device)
+            memory["samples"] = torch.zeros(self.window + 1, dtype=torch.float32, device=value.device)
             memory["count"] = 0
         memory["samples"][memory["count"] % (self.window + 1)] = value
         memory["count"] += 1

@@ -231,6 +231,11 @@ class Recipe:
         return False
 
     @property
+    def starts_from_weights(self) -> bool:
+        """Takes masks, scales or orders from the weights that a run starts with."""
+        return False
+
+    @property
     def permutes_channels(self) -> bool:
         """Reorder channels at conversion so that the pattern keeps more weight."""
         return False

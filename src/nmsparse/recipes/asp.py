@@ -81,6 +81,10 @@ class ASP(Recipe):
     def mask(self, weight: Tensor, state: State) -> Tensor | None:
         return state["mask"]
 
+    @property
+    def starts_from_weights(self) -> bool:
+        return self.start == 0
+
     def on_attach(self, update: Update) -> None:
         if not self._is_due(update.clock):  # a new clock begins with its dense phase; a saved one is loaded afterwards
             for layer in update.layers:

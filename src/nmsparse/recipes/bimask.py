@@ -65,6 +65,10 @@ class BiMask(STE):
     def grad_input_weight(self, weight: Tensor, state: State) -> Tensor:
         return masked(weight, backward_mask(weight, self.pattern, state.get("permutation"), inverse=state.get("inverse")))
 
+    @property
+    def starts_from_weights(self) -> bool:
+        return self.permutation != "identity"
+
     def on_attach(self, update: Update) -> None:
         self._regroup(update)
 

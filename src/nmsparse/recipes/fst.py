@@ -116,6 +116,10 @@ class FST(Recipe):
     def schedule(self, clock: Clock) -> dict[str, float]:
         return {"tail": float(self.in_tail(clock))}
 
+    @property
+    def starts_from_weights(self) -> bool:
+        return True
+
     def on_attach(self, update: Update) -> None:
         self._search(update)
 

@@ -39,6 +39,11 @@ class SRSTE(STE):
                 f'{self.name} with decay_on="weight" shrinks weights by lr * decay, but a parameter group of this '
                 f'{type(update.optimizer).__name__} has no "lr": give it one, or use decay_on="grad".'
             )
+        if self.decay_on == "weight" and any("train_mode" in group for group in update.optimizer.param_groups):
+            raise ValueError(
+                f'{self.name} with decay_on="weight" shrinks weights after the step, and {type(update.optimizer).__name__} '
+                'makes them anew from two other points: use decay_on="grad".'
+            )
 
     def before_update(self, update: Update) -> None:
         if self.decay_on == "grad":
@@ -50,5 +55,5 @@ class SRSTE(STE):
         for group in update.optimizer.param_groups:
             own = {id(p) for p in group["params"]}
             for layer in update.layers:
-                if id(layer.parameter) in own:
+                if id(layer.parameter) in own and layer.parameter.grad is not None:  # as the optimizer's own decay does
                     layer.shrink_pruned(1 - group["lr"] * self.decay)

@@ -74,6 +74,10 @@ class SSTE(Recipe):
     def grad_weight_grad(self, grad: Tensor, state: State, counter: Tensor | None) -> Tensor:
         return mvue_along_tokens(grad, self.pattern, state, counter, self.mvue)
 
+    @property
+    def starts_from_weights(self) -> bool:
+        return True
+
     def on_attach(self, update: Update) -> None:
         fill_states_anew(self, update)
 

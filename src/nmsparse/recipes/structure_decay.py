@@ -125,7 +125,7 @@ class StructureDecay(Recipe):
         if self.has_one_group_size:
             return {"kept": scalar(self.pattern.m, weight.device)}
         # float64: the stage must not depend on rounding; on the CPU, where the op reads it
-        return {"progress": torch.tensor(-1.0, dtype=torch.float64)}
+        return {"progress": torch.tensor(-1.0, dtype=torch.float64, device="cpu")}
 
     def _mask(self, weight: Tensor, state: State) -> Tensor:
         if "kept" in state:

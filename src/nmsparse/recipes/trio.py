@@ -105,6 +105,10 @@ class Trio(Recipe):
     def mask(self, weight: Tensor, state: State) -> Tensor | None:
         return self._project(weight) != 0 if self.forward == "double-soft" else magnitude_mask(weight, self.pattern)
 
+    @property
+    def starts_from_weights(self) -> bool:
+        return self.forward != "hard"
+
     def on_attach(self, update: Update) -> None:
         fill_states_anew(self, update)
 
