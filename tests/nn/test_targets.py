@@ -385,3 +385,14 @@ def test_a_layer_whose_forward_was_replaced_stays_dense_and_says_so() -> None:
     run = nm.sparsify_(model, nm.STE("2:4"))
     assert "accelerate's hooks" in run.skipped["0"]
     assert list(run.layers) == ["1"]
+
+
+def test_a_module_registered_twice_is_chosen_and_excluded_by_either_name() -> None:
+    def make() -> nn.Module:
+        block = nn.Linear(16, 16)
+        return nn.ModuleDict({"first": block, "second": block, "other": nn.Linear(16, 16)})
+
+    assert nm.sparsify_(make(), nm.STE("2:4"), targets=["second"]).layers == ["first"]
+    assert nm.sparsify_(make(), nm.STE("2:4"), targets="all", exclude=["second"]).layers == ["other"]
+    with pytest.raises(ValueError, match="'third' matches no layer"):
+        nm.sparsify_(make(), nm.STE("2:4"), targets=["third"])

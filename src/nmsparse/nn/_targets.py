@@ -37,14 +37,16 @@ def select(model: nn.Module, targets: Targets, exclude: Targets | None) -> Selec
         _check_spec("exclude", exclude)
     modules = {name: module for name, module in model.named_modules() if is_linear(module) or isinstance(module, nn.Conv2d)}
     every: dict[str, Target] = {**modules, **experts_of(model)}
+    names = _all_names(model, every)
     if targets in KEYWORDS:
         selection = _sweep(model, modules, keyword=str(targets))
         selection.layers |= experts_of(model)
     else:
-        selection = Selection({name: module for name, module in every.items() if matches(name, targets)}, is_named=True)
-        _check_all_found(model, every, targets)
+        chosen = {name: module for name, module in every.items() if any(matches(n, targets) for n in names[name])}
+        selection = Selection(chosen, is_named=True)
+        _check_all_found(model, every, {n for name in every for n in names[name]}, targets)
     if exclude is not None:
-        selection.layers = {name: module for name, module in selection.layers.items() if not _is_excluded(name, module, exclude)}
+        selection.layers = {n: module for n, module in selection.layers.items() if not _is_excluded(names[n], module, exclude)}
         selection.skipped = {name: why for name, why in selection.skipped.items() if not matches(name, exclude)}
     if not selection.layers:
         raise ValueError(
@@ -62,10 +64,20 @@ def matches(name: str, spec: Targets) -> bool:
     return any(name == suffix or name.endswith("." + suffix) for suffix in spec)
 
 
-def _is_excluded(name: str, module: Target, exclude: Targets) -> bool:
+def _all_names(model: nn.Module, every: dict[str, Target]) -> dict[str, list[str]]:
+    """By the name under which a layer was found first, all that lead to it: a module may be registered twice."""
+    first = {id(module): name for name, module in every.items()}
+    names = {name: [name] for name in every}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) in first and name != first[id(module)]:
+            names[first[id(module)]].append(name)
+    return names
+
+
+def _is_excluded(names: list[str], module: Target, exclude: Targets) -> bool:
     if exclude in KEYWORDS:
         return exclude == "all" or is_linear(module)
-    return matches(name, exclude)
+    return any(matches(name, exclude) for name in names)
 
 
 def _sweep(model: nn.Module, modules: dict[str, nn.Module], keyword: str) -> Selection:
@@ -146,10 +158,10 @@ def _check_spec(argument: str, spec: object) -> None:
         raise TypeError(f'{argument} is "all-linear", "all", a list of name suffixes or a regular expression, got {spec!r}.')
 
 
-def _check_all_found(model: nn.Module, every: dict[str, Target], targets: Targets) -> None:
+def _check_all_found(model: nn.Module, every: dict[str, Target], names: set[str], targets: Targets) -> None:
     for item in [targets] if isinstance(targets, str) else targets:
         spec: Targets = item if isinstance(targets, str) else [item]
-        if any(matches(name, spec) for name in every):
+        if any(matches(name, spec) for name in names):
             continue
         other = next((f"{name} ({type(m).__name__})" for name, m in model.named_modules() if name and matches(name, spec)), None)
         stacked = next((name for name in _stacked_parameters(model) if matches(name, spec)), None)
