@@ -41,7 +41,7 @@ class BeforeForward(RemovedWithSparsity):
         return {**self.__dict__, "run": None}
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if self.run is not None and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self.run is not None:
             self.run.follow_loaded()
         if not (module.training and torch.is_grad_enabled()):
             return
