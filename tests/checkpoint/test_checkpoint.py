@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import nn
 
 import nmsparse as nm
 from nmsparse.checkpoint._format import Layout, index_bits, pack_tensor, packed_sizes, unpack_tensor
+from nmsparse.nn import sparse_modules
+from nmsparse.recipes import _registry
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -143,6 +146,121 @@ def test_tied_weights_are_written_once_and_come_back_tied(tmp_path: Path) -> Non
     assert "head.weight" not in load_file(tmp_path / "model.safetensors")
     loaded = nm.load(tied(), tmp_path)
     assert torch.equal(loaded["head"].weight, net["embed"].weight)
+
+
+@pytest.mark.parametrize("form", ["dense", "packed"])
+def test_a_module_under_two_names_is_pruned_under_both(form: Any, tmp_path: Path) -> None:
+    def shared() -> nn.Module:
+        block = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+        return nn.ModuleDict({"layers": nn.ModuleList([block] * 3), "head": nn.Linear(16, 4)})
+
+    net = shared()
+    nm.sparsify_(net, nm.STE("2:4"))
+    nm.save(net, tmp_path, form)
+    facts = json.loads((tmp_path / "sparsity.json").read_text())
+    assert set(facts["tensors"]) == {"layers.0.0.weight", "layers.0.2.weight"}
+    assert facts["shared"]["layers.2.0.weight"] == "layers.0.0.weight"
+    assert nm.verify(tmp_path).ok
+    expected, loaded = frozen(net), nm.load(shared(), tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_tied_sparse_weight_is_recorded_under_the_name_that_is_stored(tmp_path: Path) -> None:
+    net = nn.ModuleDict({"embed": nn.Embedding(16, 64), "head": nn.Linear(64, 16, bias=False)})
+    net["head"].weight = net["embed"].weight
+    with torch.no_grad():
+        net["embed"].weight.mul_(nm.functional.magnitude_mask(net["embed"].weight, "2:4"))
+    nm.save(net, tmp_path, "packed", pattern="2:4")
+    assert [t.name for t in nm.verify(tmp_path).tensors] == ["embed.weight"]
+
+
+# ---- layers that break their own pattern ----
+
+
+@dataclass(frozen=True)
+class Forgetful(nm.Recipe):
+    """A user's recipe, not registered, that forgets to prune wide layers."""
+
+    @property
+    def sparse_products(self) -> tuple[str, ...]:
+        return ("output",)
+
+    def output_weight(self, weight: torch.Tensor, state: Any) -> torch.Tensor:
+        return weight if weight.shape[0] == 128 else weight * nm.functional.magnitude_mask(weight, self.pattern)
+
+
+def test_a_layer_that_breaks_its_own_pattern_is_recorded_and_found(tmp_path: Path) -> None:
+    nm.save(sparse(Forgetful("1:8")), tmp_path)
+    report = nm.verify(tmp_path)
+    assert {t.name: t.status for t in report.tensors} == {"0.weight": "violated", "2.weight": "ok"}
+    assert not report.ok
+
+
+def test_a_layer_that_breaks_its_own_pattern_cannot_be_packed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"0.weight: 2048 groups of its final weight have more non-zeros than 2:4 keeps"):
+        nm.save(sparse(Forgetful("2:4")), tmp_path / "out", "packed")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_counts_the_groups_that_its_recipe_forgot(tmp_path: Path) -> None:
+    from nmsparse.workbench.training import TrainConfig, train
+
+    nm.register_recipe("forgetful", paper="-")(Forgetful)
+    tiny: dict[str, Any] = {"steps": 1, "width": 32, "layers": 1, "heads": 2, "batch": 4, "eval_batches": 1}
+    try:
+        for save in (True, False):
+            result = train(TrainConfig(recipe="forgetful", save=save, **tiny), tmp_path / str(save)).result
+            assert result is not None
+            assert result["violations"] == 128 * 32 // 4
+    finally:
+        _registry._RECIPES.pop("forgetful")
+        Forgetful.name = ""
+
+
+@pytest.mark.parametrize("recipe", [nm.FST("2:4"), nm.FST("2:4", dense_tail=0), nm.SDGP("2:4"), nm.ASP("2:4")], ids=str)
+def test_what_a_recipe_does_not_promise_is_no_violation(recipe: nm.Recipe, tmp_path: Path) -> None:
+    net = sparse(recipe)
+    for _, module in sparse_modules(net):
+        if "tail" in module._nmsparse.state:
+            module._nmsparse.state["tail"].fill_(float(getattr(recipe, "dense_tail", 0) > 0))
+    nm.save(net, tmp_path)
+    assert nm.verify(tmp_path).ok
+    recorded = set(json.loads((tmp_path / "sparsity.json").read_text())["tensors"])
+    ends_dense = recipe.name == "sdgp" or recipe == nm.FST("2:4")
+    assert ("0.weight" in recorded) is not ends_dense
+
+
+# ---- wrapped models ----
+
+
+@pytest.mark.parametrize("form", ["dense", "packed"])
+@pytest.mark.parametrize("whole", [True, False], ids=["model", "submodule"])
+def test_compiled_models_are_saved_and_loaded_under_their_own_names(form: Any, whole: bool, tmp_path: Path) -> None:
+    def compiled(net: nn.Module) -> nn.Module:
+        if whole:
+            return torch.compile(net)
+        return nn.ModuleDict({"inner": torch.compile(net)})
+
+    net = sparse()
+    nm.save(compiled(net), tmp_path, form)
+    plain = model() if whole else nn.ModuleDict({"inner": model()})
+    expected = frozen(net)
+    for fresh in (plain, compiled(model())):
+        loaded = list(nm.load(fresh, tmp_path).state_dict().values())
+        assert all(torch.equal(a, b) for a, b in zip(loaded, expected.values(), strict=True))
+
+
+def test_a_wrapper_of_ddp_leaves_no_trace_in_the_names(tmp_path: Path) -> None:
+    net = sparse()
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        nm.save(nn.parallel.DistributedDataParallel(net), tmp_path)
+        loaded = nm.load(nn.parallel.DistributedDataParallel(model()), tmp_path).module.state_dict()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert list(load_file(tmp_path / "model.safetensors")) == sorted(model().state_dict())
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in frozen(net).items())
 
 
 @pytest.mark.parametrize("form", ["dense", "packed"])

@@ -139,6 +139,12 @@ def test_saving_does_not_change_the_model(tmp_path: Path) -> None:
     assert model.config.to_dict() == before
 
 
+def test_compiled_model_is_saved_as_the_plain_one(tmp_path: Path) -> None:
+    model = frozen("bert")
+    save_packed(torch.compile(model), tmp_path, pattern="2:4")  # pyrefly: ignore[bad-argument-type]
+    assert same(transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path), model)
+
+
 def test_only_transformers_models_have_a_config_to_save(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="takes a transformers model"):
         save_packed(torch.nn.Linear(4, 4), tmp_path, pattern="2:4")

@@ -7,6 +7,7 @@ from nmsparse.checkpoint._load import load
 from nmsparse.checkpoint._onnx import OnnxReport, OnnxWeight, export_onnx
 from nmsparse.checkpoint._save import save
 from nmsparse.checkpoint._verify import Checked, Report, verify
+from nmsparse.checkpoint._wrapped import unwrapped
 
 __all__ = [
     "INDICES",
@@ -23,5 +24,6 @@ __all__ = [
     "load",
     "save",
     "unpack_tensor",
+    "unwrapped",
     "verify",
 ]

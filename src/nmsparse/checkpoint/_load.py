@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from nmsparse.checkpoint._files import TensorFiles
 from nmsparse.checkpoint._format import INDICES, VALUES
+from nmsparse.checkpoint._wrapped import own_tensors, unwrapped
 from nmsparse.nn import sparse_modules, unpack_all_
 
 
@@ -20,7 +21,7 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
     ``accelerate_`` packed is plain again afterwards: the new weights may break its pattern.
     """
     unpack_all_(model)
-    own = model.state_dict(keep_vars=True)
+    own = own_tensors(unwrapped(model))
     with TensorFiles(path) as files:
         sources = _match(own, files)
         for name, source in sources.items():

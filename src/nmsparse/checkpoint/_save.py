@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from nmsparse._saved import describe
 from nmsparse.checkpoint._format import INDEX, INDICES, SPARSITY, VALUES, VERSION, WEIGHTS, Layout, pack_tensor
+from nmsparse.checkpoint._wrapped import own_name, own_tensors, unwrapped
 from nmsparse.functional import violations
 from nmsparse.nn import final_weight, grouped_weights, is_sharded, sparse_modules
 from nmsparse.pattern import Pattern
+from nmsparse.recipes import OUTPUT, Recipe, recipes
 
 
 def save(
@@ -47,7 +49,10 @@ def save(
             "no layer of this model is sparse, so there is nothing to pack: sparsify it first, or give the pattern of a frozen "
             "model."
         )
+    if format == "packed":
+        check_patterns(tensors, layouts)
     shared = _without_aliases(tensors)
+    layouts = {shared.get(name, name): layout for name, layout in layouts.items()}
     on_host = ((name, tensor.to("cpu").contiguous()) for name, tensor in tensors.items())
     write_folder(folder, on_host, layouts, format, shard_bytes, recipe=recipe, shared=shared)
 
@@ -59,8 +64,9 @@ def final_tensors(
     model: nn.Module, pattern: Pattern | None
 ) -> tuple[dict[str, Tensor], dict[str, Layout], dict[str, Any] | None]:
     """The state dict as ``freeze_`` would leave it, which of its tensors are sparse and how, and the recipe."""
-    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    sharded = next((name for name, tensor in tensors.items() if is_sharded(tensor)), None)
+    model = unwrapped(model)
+    stored = own_tensors(model)
+    sharded = next((name for name, tensor in stored.items() if is_sharded(tensor)), None)
     if sharded is not None:
         raise ValueError(
             f"{sharded} is sharded over ranks, and a file holds whole tensors: on every rank call nmsparse.freeze_(model) and "
@@ -68,20 +74,42 @@ def final_tensors(
             "torch.distributed.checkpoint.state_dict, load the result into a plain model on one rank, and save that with its "
             "pattern."
         )
-    layouts: dict[str, Layout] = {}
-    patterns: dict[str, Pattern] = {}
+    finals: dict[int, Tensor] = {}
+    claimed: dict[str, Recipe] = {}
     recipe = None
     for name, module in sparse_modules(model):
-        tensors[module.key_in(name)] = final_weight(module)
-        patterns[module.key_in(name)] = module._nmsparse.recipe.pattern
+        key = own_name(module.key_in(name))
+        # by identity: a module that is registered under two names comes by once, and its parameter is stored under both
+        finals[id(stored[key])] = final_weight(module)
+        claimed[key] = module._nmsparse.recipe
         recipe = describe(module._nmsparse.recipe)
-    for key, dim in grouped_weights(model):
-        wanted = patterns.get(key, pattern)
+    tensors = {name: finals.get(id(tensor), tensor.detach()) for name, tensor in stored.items()}
+    layouts: dict[str, Layout] = {}
+    for name, dim in grouped_weights(model):
+        key = own_name(name)
+        wanted = claimed[key].pattern if key in claimed else pattern
         if wanted is None or key not in tensors or tensors[key].shape[dim] % wanted.m:
             continue
-        if int(violations(tensors[key], wanted, dim)) == 0:
+        if (key in claimed and _ends_sparse(claimed[key])) or int(violations(tensors[key], wanted, dim)) == 0:
             layouts[key] = Layout.of(tensors[key], wanted, dim)
     return tensors, layouts, recipe
+
+
+def _ends_sparse(recipe: Recipe) -> bool:
+    """Whether the recipe promises its pattern in finished weights, so that one without is a mistake to report."""
+    facts = next((info for info in recipes() if info.name == recipe.name), None)  # others need not be registered
+    return OUTPUT in recipe.sparse_products and not (facts is not None and facts.ends_dense)
+
+
+def check_patterns(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> None:
+    """For formats that hold no weight which breaks its pattern."""
+    for name, layout in layouts.items():
+        broken = int(violations(tensors[name], layout.pattern, layout.dim))
+        if broken:
+            raise ValueError(
+                f"{name}: {broken} groups of its final weight have more non-zeros than {layout.pattern} keeps, so it can only be "
+                'saved with format="dense": its recipe does not prune what it promises; repair that.'
+            )
 
 
 def _without_aliases(tensors: dict[str, Tensor]) -> dict[str, str]:

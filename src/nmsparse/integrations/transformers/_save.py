@@ -6,22 +6,24 @@ from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 
+from torch import nn
 from transformers import PreTrainedModel
 
-from nmsparse.checkpoint import TensorFiles, save
+from nmsparse.checkpoint import TensorFiles, save, unwrapped
 from nmsparse.integrations.transformers._quantizer import PackedConfig
 from nmsparse.pattern import Pattern
 
 
 def save_packed(
-    model: PreTrainedModel, folder: str | Path, *, pattern: str | Pattern | None = None, shard_bytes: int = 5_000_000_000
+    model: nn.Module, folder: str | Path, *, pattern: str | Pattern | None = None, shard_bytes: int = 5_000_000_000
 ) -> None:
     """Write a transformers model as ``nmsparse.save(format="packed")`` does, with a config.json that names the format.
 
-    The model is not changed. A frozen one has no recipe any more: give its ``pattern``. Reading needs
-    ``import nmsparse.integrations.transformers``, then ``AutoModel.from_pretrained(folder)`` or that of any other class. Add
-    the tokenizer with its own ``save_pretrained``.
+    The model, which torch.compile may have wrapped, is not changed. A frozen one has no recipe any more: give its ``pattern``.
+    Reading needs ``import nmsparse.integrations.transformers``, then ``AutoModel.from_pretrained(folder)`` or that of any other
+    class. Add the tokenizer with its own ``save_pretrained``.
     """
+    model = unwrapped(model)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"save_packed takes a transformers model, got {type(model).__name__}: unwrap it, or use nmsparse.save.")
     save(model, folder, format="packed", pattern=pattern, shard_bytes=shard_bytes)

@@ -1,0 +1,37 @@
+"""The user's model and its own names, whatever torch.compile and DistributedDataParallel put around it."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+COMPILED = "_orig_mod"
+"""Under which torch.compile keeps the module that it wraps."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside the wrappers."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := model._modules.get(COMPILED), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def own_name(name: str) -> str:
+    """The name of a parameter or module, without what compiled submodules add to it."""
+    return ".".join(part for part in name.split(".") if part != COMPILED)
+
+
+def own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict under own names: the parameters and buffers themselves."""
+    found = {own_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    for name, value in found.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{name} is a {type(value).__name__}, and safetensors hold tensors only: keep it outside of the state dict, or "
+                "make its get_extra_state return a tensor."
+            )
+    return found
