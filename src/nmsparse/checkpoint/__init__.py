@@ -2,7 +2,7 @@
 
 from nmsparse.checkpoint._convert import Converted, convert
 from nmsparse.checkpoint._files import TensorFiles
-from nmsparse.checkpoint._format import INDICES, VALUES, Layout, unpack_tensor
+from nmsparse.checkpoint._format import INDICES, VALUES, Layout, packed_config, unpack_tensor
 from nmsparse.checkpoint._load import load
 from nmsparse.checkpoint._onnx import OnnxReport, OnnxWeight, export_onnx
 from nmsparse.checkpoint._save import save
@@ -22,6 +22,7 @@ __all__ = [
     "convert",
     "export_onnx",
     "load",
+    "packed_config",
     "save",
     "unpack_tensor",
     "unwrapped",

@@ -11,7 +11,8 @@ At 2:4 that is 9/16 of the bytes in bf16 or fp16. ``sparsity.json`` names, for e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
@@ -22,6 +23,8 @@ from nmsparse.functional import pack, unpack
 from nmsparse.pattern import Pattern
 
 VERSION = 1
+METHOD = "nmsparse"
+"""What config.json calls the packed format."""
 VALUES, INDICES = ".nm_values", ".nm_indices"
 SPARSITY, WEIGHTS, INDEX = "sparsity.json", "model.safetensors", "model.safetensors.index.json"
 LARGEST = 1 << 60
@@ -61,6 +64,11 @@ class Layout:
             return cls(str(pattern), dim, shape, dtype)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{SPARSITY}: the entry of {name!r} makes no sense ({error}).") from error
+
+
+def packed_config(layouts: Mapping[str, Layout]) -> dict[str, Any]:
+    """The ``quantization_config`` of a packed folder's config.json, by which transformers knows what to unpack."""
+    return {"quant_method": METHOD, "version": VERSION, "tensors": {name: asdict(layout) for name, layout in layouts.items()}}
 
 
 def index_bits(pattern: Pattern) -> int:

@@ -156,7 +156,7 @@ def write_folder(
     _write_shards(folder, _stored(tensors, layouts) if format == "packed" else tensors, shard_bytes)
     facts = {"version": VERSION, "format": format, "recipe": recipe, "shared": shared}
     facts["tensors"] = {name: asdict(layout) for name, layout in layouts.items()}
-    _replace_text(folder / SPARSITY, json.dumps(facts, indent=1))
+    replace_text(folder / SPARSITY, json.dumps(facts, indent=1))
 
 
 def _stored(tensors: Iterable[tuple[str, Tensor]], layouts: Mapping[str, Layout]) -> Iterator[tuple[str, Tensor]]:
@@ -192,7 +192,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], limit: in
         return
     weight_map = {tensor: name for name, content in zip(names, contents, strict=True) for tensor in content}
     total = sum(size for content in contents for size in content.values())
-    _replace_text(folder / INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+    replace_text(folder / INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
@@ -209,7 +209,7 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[
     yield shard
 
 
-def _replace_text(target: Path, text: str) -> None:
+def replace_text(target: Path, text: str) -> None:
     """Put a file in place in one step: a reader sees the old one or the new one."""
     with _temporary_files() as written:
         written.append(target.with_name(f".{target.name}.{os.getpid()}.tmp"))

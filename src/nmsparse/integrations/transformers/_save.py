@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import asdict
 from pathlib import Path
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from nmsparse.checkpoint import TensorFiles, save, unwrapped
-from nmsparse.integrations.transformers._quantizer import PackedConfig
+from nmsparse.checkpoint import TensorFiles, packed_config, save, unwrapped
 from nmsparse.pattern import Pattern
 
 
@@ -28,11 +26,11 @@ def save_packed(
         raise TypeError(f"save_packed takes a transformers model, got {type(model).__name__}: unwrap it, or use nmsparse.save.")
     save(model, folder, format="packed", pattern=pattern, shard_bytes=shard_bytes)
     with TensorFiles(folder) as files:
-        packed = PackedConfig({name: asdict(layout) for name, layout in files.layouts.items()})
+        packed = packed_config(files.layouts)
     config = deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = model.dtype
-    config.quantization_config = packed.to_dict()
+    config.quantization_config = packed
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
