@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import nmsparse as nm
+from nmsparse.checkpoint import convert
 from nmsparse.checkpoint._format import Layout, index_bits, pack_tensor, packed_sizes, unpack_tensor
 from nmsparse.nn import sparse_modules
 from nmsparse.recipes import _registry
@@ -324,13 +325,61 @@ def test_foreign_files_are_judged_by_what_they_look_like(tmp_path: Path) -> None
     good = torch.where(nm.functional.magnitude_mask(torch.randn(64, 64), "2:4"), torch.randn(64, 64), 0)
     bad = good.clone()
     bad[0, :4] = 1
-    tensors = {"good": good, "bad": bad, "dense": torch.randn(64, 64), "bias": torch.randn(64), "odd": torch.randn(8, 6)}
+    tensors = {"good": good, "bad": bad, "dense": torch.randn(64, 64), "bias": torch.randn(64), "odd": torch.randn(6, 6)}
     tensors["ids"] = torch.zeros(4, 4, dtype=torch.int64)
     save_file(tensors, tmp_path / "any.safetensors")
     report = nm.verify(tmp_path / "any.safetensors")
     assert {t.name: t.status for t in report.tensors} == {"good": "ok", "bad": "violated", "dense": "dense"}
     assert set(report.skipped) == {"bias", "odd", "ids"}
     assert nm.verify(tmp_path / "any.safetensors", "1:4").tensors[1].status in ("dense", "violated")
+
+
+def test_weights_that_are_stored_transposed_are_judged_along_their_own_groups(tmp_path: Path) -> None:
+    """GPT-2's layers and some experts store (in, out)."""
+    x, experts = torch.randn(64, 64), torch.randn(3, 16, 24)
+    broken = x * nm.functional.magnitude_mask(x, "2:4", 0)
+    broken[:4, 7] = 1
+    tensors = {"conv1d": x * nm.functional.magnitude_mask(x, "2:4", 0), "broken": broken}
+    tensors["experts"] = experts * nm.functional.magnitude_mask(experts, "2:4", 1)
+    tensors["tall"] = x[:, :6] * nm.functional.magnitude_mask(x[:, :6], "2:4", 0)
+    save_file(tensors, tmp_path / "any.safetensors")
+    found = {t.name: (t.dim, t.violations, t.status) for t in nm.verify(tmp_path / "any.safetensors").tensors}
+    expected = {"conv1d": (0, 0, "ok"), "broken": (0, 1, "violated"), "experts": (1, 0, "ok"), "tall": (0, 0, "ok")}
+    assert found == expected
+
+
+def test_packed_weights_without_their_description_are_no_yes(tmp_path: Path) -> None:
+    nm.save(sparse(), tmp_path, "packed")
+    with pytest.raises(ValueError, match=r"is half of a packed tensor, but no sparsity.json describes '0.weight'"):
+        nm.verify(tmp_path / "model.safetensors")
+    (tmp_path / "sparsity.json").unlink()
+    for read in (lambda: nm.verify(tmp_path), lambda: nm.load(model(), tmp_path)):
+        with pytest.raises(ValueError, match=r"is half of a packed tensor, but no sparsity.json describes '0.weight'"):
+            read()
+
+
+def test_a_file_with_nothing_to_check_is_no_yes(tmp_path: Path) -> None:
+    save_file({"bias": torch.ones(4), "odd": torch.randn(5, 6)}, tmp_path / "any.safetensors")
+    with pytest.raises(ValueError, match=r"holds no tensor that could be 2:4, so nothing was checked \(bias: F32 of shape"):
+        nm.verify(tmp_path / "any.safetensors")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_weights_in_fp8_are_checked_and_loaded_and_refused_for_packing(dtype: torch.dtype, tmp_path: Path) -> None:
+    net = nm.freeze_(sparse()).to(dtype)
+    nm.save(net, tmp_path / "ours", pattern="2:4")
+    assert nm.verify(tmp_path / "ours").ok
+    assert torch.equal(nm.load(model(), tmp_path / "ours")[0].weight, net[0].weight.float())
+    save_file({"good": net[0].weight.detach(), "bad": torch.ones(8, 8).to(dtype)}, tmp_path / "any.safetensors")
+    report = nm.verify(tmp_path / "any.safetensors")
+    assert {t.name: t.status for t in report.tensors} == {"good": "ok", "bad": "dense"}
+    with pytest.raises(ValueError, match=r"0.weight is float8_\w+, which cannot be packed"):
+        nm.save(net, tmp_path / "packed", "packed", pattern="2:4")
+    with pytest.raises(ValueError, match=r"0.weight is float8_\w+, which cannot be packed"):
+        convert(tmp_path / "ours", tmp_path / "packed", "packed")
+    assert not (tmp_path / "packed").exists()
+    convert(tmp_path / "ours", tmp_path / "copy", "dense")
+    assert (tmp_path / "copy/model.safetensors").read_bytes() == (tmp_path / "ours/model.safetensors").read_bytes()
 
 
 def test_sharded_folders_are_read_through_their_index(tmp_path: Path) -> None:

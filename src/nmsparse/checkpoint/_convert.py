@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nmsparse.checkpoint._files import TensorFiles, read_json
-from nmsparse.checkpoint._format import INDICES, METHOD, VALUES, Layout, packed_config
+from nmsparse.checkpoint._format import METHOD, VALUES, Layout, packed_config
 from nmsparse.checkpoint._save import check_target, replace_text, write_folder
-from nmsparse.checkpoint._verify import FLOATS, check_tensor
+from nmsparse.checkpoint._verify import FLOATS, check_tensor, grouped_dims
 from nmsparse.pattern import Pattern
 
 CONFIG = "config.json"
@@ -78,7 +78,7 @@ def convert(
         home = files.path if files.path.is_dir() else files.path.parent
         if folder.resolve() == home.resolve():
             raise ValueError(f"{folder} is where the source lies; give another folder, so that the source stays as it is.")
-        names = _plain_names(files)
+        names = files.plain_names()
         layouts = _layouts(files, names, None if pattern is None else Pattern(pattern))
         if format == "packed" and not layouts:
             raise ValueError(_nothing_to_pack(files, pattern))
@@ -93,25 +93,6 @@ def convert(
         after = sum(shard.stat().st_size for shard in written.shards)
     sparse = {name: layout.pattern for name, layout in layouts.items()}
     return Converted(str(source), str(target), format, sparse, copied, before, after)
-
-
-def _plain_names(files: TensorFiles) -> list[str]:
-    """Tensors by their own names, whether packed or not."""
-    names: dict[str, None] = {}
-    for stored in files.names:
-        name = stored.removesuffix(INDICES) if stored.endswith(INDICES) else stored.removesuffix(VALUES)
-        if name != stored and not files.is_packed(name):
-            raise ValueError(
-                f"{files.path}: {stored} is half of a packed tensor, but no sparsity.json describes {name!r}; give the folder "
-                "that nmsparse.save wrote, with all of its files."
-            )
-        if name == stored and files.is_packed(name):
-            raise ValueError(f"{files.path}: {name!r} is stored both whole and packed, so which one counts is not clear.")
-        names[name] = None
-    missing = next((name for name in files.layouts if name not in names), None)
-    if missing is not None:
-        raise ValueError(f"{files.path}: sparsity.json names {missing!r}, which the weights do not hold.")
-    return list(names)
 
 
 def _layouts(files: TensorFiles, names: list[str], pattern: Pattern | None) -> dict[str, Layout]:
@@ -146,11 +127,10 @@ def _obeying(files: TensorFiles, name: str, pattern: Pattern) -> Layout | None:
     """How a tensor of which nothing is said obeys the pattern; None for those that do not, and for what is no weight."""
     found = files.slice(name)
     shape = tuple(found.get_shape())
-    if found.get_dtype() not in FLOATS or len(shape) < 2 or 0 in shape:
+    if found.get_dtype() not in FLOATS or 0 in shape:
         return None
-    candidates = {2: (1, 0), 4: (1,)}.get(len(shape), (len(shape) - 1,))
-    for dim in candidates:
-        if shape[dim] % pattern.m == 0 and check_tensor(files, name, pattern, dim, claimed=False).violations == 0:
+    for dim in grouped_dims(shape, pattern):
+        if check_tensor(files, name, pattern, dim, claimed=False).violations == 0:
             return Layout(str(pattern), dim, shape, FLOATS[found.get_dtype()])
     return None
 

@@ -102,6 +102,24 @@ class TensorFiles:
     def names(self) -> list[str]:
         return list(self._where)
 
+    def plain_names(self) -> list[str]:
+        """Tensors by their own names, whether packed or not; names and sparsity.json must fit each other."""
+        names: dict[str, None] = {}
+        for stored in self.names:
+            name = stored.removesuffix(INDICES) if stored.endswith(INDICES) else stored.removesuffix(VALUES)
+            if name != stored and not self.is_packed(name):
+                raise ValueError(
+                    f"{self.path}: {stored} is half of a packed tensor, but no sparsity.json describes {name!r}; give the folder "
+                    "that nmsparse.save wrote, with all of its files."
+                )
+            if name == stored and self.is_packed(name):
+                raise ValueError(f"{self.path}: {name!r} is stored both whole and packed, so which one counts is not clear.")
+            names[name] = None
+        missing = next((name for name in self.layouts if name not in names), None)
+        if missing is not None:
+            raise ValueError(f"{self.path}: sparsity.json names {missing!r}, which the weights do not hold.")
+        return list(names)
+
     def is_packed(self, name: str) -> bool:
         """Whether a tensor, by its own name, is stored as values and indices."""
         return name in self.layouts and name + VALUES in self

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from nmsparse.checkpoint._files import TensorFiles
-from nmsparse.checkpoint._format import INDICES, VALUES
 from nmsparse.checkpoint._wrapped import own_tensors, unwrapped
 from nmsparse.nn import sparse_modules, unpack_all_
 
@@ -32,8 +31,7 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
 
 def _match(own: dict[str, Tensor], files: TensorFiles) -> dict[str, str]:
     """For each tensor of the model, the name under which the checkpoint has it."""
-    packed = {name for name in files.layouts if files.is_packed(name)}
-    present = {name for name in files.names if not name.endswith((VALUES, INDICES))} | packed
+    present = set(files.plain_names())
     sources = {name: files.shared.get(name, name) for name in own}
     missing = sorted(name for name, source in sources.items() if source not in present)
     odd = sorted(present - set(sources.values()))

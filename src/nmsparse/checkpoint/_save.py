@@ -152,11 +152,19 @@ def write_folder(
     shared: Mapping[str, str],
 ) -> None:
     """Write tensors as they come, with one shard of them in memory at a time, and sparsity.json."""
+    if format == "packed":
+        _check_packable(layouts)
     folder.mkdir(parents=True, exist_ok=True)
     _write_shards(folder, _stored(tensors, layouts) if format == "packed" else tensors, shard_bytes)
     facts = {"version": VERSION, "format": format, "recipe": recipe, "shared": shared}
     facts["tensors"] = {name: asdict(layout) for name, layout in layouts.items()}
     replace_text(folder / SPARSITY, json.dumps(facts, indent=1))
+
+
+def _check_packable(layouts: Mapping[str, Layout]) -> None:
+    for name, layout in layouts.items():
+        if layout.dtype.startswith("float8"):  # torch cannot gather and scatter them
+            raise ValueError(f'{name} is {layout.dtype}, which cannot be packed: use format="dense", or store it in 16 bit.')
 
 
 def _stored(tensors: Iterable[tuple[str, Tensor]], layouts: Mapping[str, Layout]) -> Iterator[tuple[str, Tensor]]:
