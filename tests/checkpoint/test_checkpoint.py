@@ -64,6 +64,23 @@ def test_two_of_four_in_16_bit_takes_nine_sixteenths() -> None:
     assert [index_bits(nm.Pattern(p)) for p in ("1:2", "2:4", "1:5", "4:8", "8:16", "8:1024")] == [1, 2, 3, 3, 4, 10]
 
 
+def test_zeros_that_fill_a_group_keep_their_sign_and_others_lose_it() -> None:
+    x = torch.tensor([[5.0, -0.0, -0.0, -0.0]])
+    layout = Layout.of(x, nm.Pattern("2:4"), 1)
+    values, indices = pack_tensor(x, layout)
+    assert torch.signbit(values).tolist() == [False, True]
+    assert torch.signbit(unpack_tensor(values, indices, layout, "x")).tolist() == [[False, True, False, False]]
+
+
+def test_groups_of_one_take_a_bit_each_which_is_zero() -> None:
+    layout = Layout("1:1", 1, (1, 9), "float32")
+    values, indices = pack_tensor(torch.arange(9.0)[None], layout)
+    assert (values.numel(), indices.tolist()) == (9, [0, 0])
+    assert torch.equal(unpack_tensor(values, indices, layout, "x"), torch.arange(9.0)[None])
+    with pytest.raises(ValueError, match="x: an index lies outside its group of 1"):
+        unpack_tensor(values, torch.tensor([1, 0], dtype=torch.uint8), layout, "x")
+
+
 def test_positions_outside_a_group_are_refused() -> None:
     layout = Layout("3:5", 1, (1, 5), "float32")
     with pytest.raises(ValueError, match="x: an index lies outside its group of 5"):
@@ -305,6 +322,108 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         nm.save(sparse(nm.STE("2:4")), tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == old
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "sparsity.json"]
+
+
+def test_a_bad_position_in_the_last_tensor_loads_nothing(tmp_path: Path) -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(15, 10), nn.Linear(10, 5))
+
+    source = net()
+    nm.sparsify_(source, nm.STE("3:5"), targets="all")
+    nm.save(source, tmp_path, "packed")
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["1.weight.nm_indices"][-1] = 255
+    save_file(stored, tmp_path / "model.safetensors")
+    other = net()
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(ValueError, match=r"1.weight: an index lies outside its group of 5"):
+        nm.load(other, tmp_path)
+    assert all(torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())
+
+
+def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
+    nm.save(sparse(), tmp_path)
+    with torch.device("meta"):
+        empty = model()
+    with pytest.raises(ValueError, match=r"0.weight is on the meta device, so it has no memory to load into"):
+        nm.load(empty, tmp_path)
+
+
+def test_tied_weights_that_a_foreign_file_holds_once_are_loaded(tmp_path: Path) -> None:
+    def net() -> nn.Module:
+        built = nn.ModuleDict({"embed": nn.Embedding(16, 64), "head": nn.Linear(64, 16, bias=False)})
+        built["head"].weight = built["embed"].weight
+        return built
+
+    weight = torch.randn(16, 64)
+    for name in ("embed.weight", "head.weight"):
+        save_file({name: weight}, tmp_path / "model.safetensors")
+        assert torch.equal(nm.load(net(), tmp_path)["head"].weight, weight)
+    untied = nn.ModuleDict({"embed": nn.Embedding(16, 64), "head": nn.Linear(64, 16, bias=False)})
+    with pytest.raises(ValueError, match=r"it lacks embed.weight"):
+        nm.load(untied, tmp_path)
+
+
+def test_weights_that_overlap_are_named(tmp_path: Path) -> None:
+    net = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
+    memory = torch.randn(6, 4)
+    net[0].weight, net[1].weight = nn.Parameter(memory[:4]), nn.Parameter(memory[2:])
+    with pytest.raises(ValueError, match=r"0.weight and 1.weight overlap in memory without being one tensor"):
+        nm.save(net, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    net[1].weight = nn.Parameter(torch.randn(8, 4)[4:])  # a part of larger memory, which nobody else holds
+    nm.save(net, tmp_path / "out")
+
+
+def test_state_that_is_no_tensor_is_named(tmp_path: Path) -> None:
+    class Counted(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"calls": 3}
+
+        def set_extra_state(self, state: Any) -> None: ...
+
+    net = nn.Sequential(Counted(4, 4))
+    for call in (lambda: nm.save(net, tmp_path / "out"), lambda: nm.load(net, tmp_path / "out")):
+        with pytest.raises(ValueError, match=r"0._extra_state is a dict, and safetensors hold tensors only"):
+            call()
+        nm.save(model(), tmp_path / "out")
+
+
+# ---- kills ----
+
+
+def killed(code: str, folder: Path) -> int:
+    """Save into a folder in a process that dies there; its id."""
+    start = "import os, pathlib, sys, torch, nmsparse as nm\nfolder, real = pathlib.Path(sys.argv[1]), os.replace"
+    net = "net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])"
+    process = subprocess.Popen([sys.executable, "-c", "\n".join([start, net, code]), str(folder)])
+    assert process.wait() == 9
+    return process.pid
+
+
+def test_what_a_killed_save_left_behind_goes_away_at_the_next(tmp_path: Path) -> None:
+    pid = killed("os.replace = lambda *_: os._exit(9)\nnm.save(net, folder, shard_bytes=20_000)", tmp_path)
+    assert f".model.safetensors.0.{pid}.tmp" in os.listdir(tmp_path)
+    others = [f".model.safetensors.0.{os.getppid()}.tmp", ".mine.tmp", "notes.1.tmp"]
+    for name in others:
+        (tmp_path / name).write_text("")
+    (tmp_path / f".sparsity.json.{pid}.tmp").write_text("")
+    nm.save(sparse(), tmp_path)
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "model.safetensors", "sparsity.json"])
+
+
+@pytest.mark.parametrize("form", ["dense", "packed"])
+def test_a_save_killed_between_its_files_is_an_error_and_no_mixture(form: Any, tmp_path: Path) -> None:
+    net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
+    nm.sparsify_(net, nm.STE("2:4"))
+    nm.save(net, tmp_path, form, shard_bytes=20_000)
+    die = "os.replace = lambda a, b: os._exit(9) if '-00002-' in str(b) else real(a, b)"
+    killed(f'{die}\nnm.sparsify_(net, nm.STE("2:4"))\nnm.save(net, folder, "{form}", shard_bytes=20_000)', tmp_path)
+    for read in (lambda: nm.load(net, tmp_path), lambda: nm.verify(tmp_path)):
+        with pytest.raises(ValueError, match=r"model.safetensors.index.json, which says where each tensor is, is missing"):
+            read()
+    nm.save(net, tmp_path, form, shard_bytes=20_000)
+    assert nm.verify(tmp_path).ok
 
 
 # ---- verify ----

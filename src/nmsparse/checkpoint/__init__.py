@@ -5,9 +5,9 @@ from nmsparse.checkpoint._files import TensorFiles
 from nmsparse.checkpoint._format import INDICES, VALUES, Layout, packed_config, unpack_tensor
 from nmsparse.checkpoint._load import load
 from nmsparse.checkpoint._onnx import OnnxReport, OnnxWeight, export_onnx
+from nmsparse.checkpoint._own import unwrapped
 from nmsparse.checkpoint._save import save
 from nmsparse.checkpoint._verify import Checked, Report, verify
-from nmsparse.checkpoint._wrapped import unwrapped
 
 __all__ = [
     "INDICES",

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from nmsparse.checkpoint._format import Layout
 from nmsparse.checkpoint._onnx_example import Example, compare, inputs_of, mapped, outputs_of, run_torch
 from nmsparse.checkpoint._onnx_weights import OnnxWeight, find_weights, mend_weights, read_weights
+from nmsparse.checkpoint._own import unwrapped
 from nmsparse.checkpoint._save import check_patterns, final_tensors
-from nmsparse.checkpoint._wrapped import unwrapped
 from nmsparse.nn import freeze_
 from nmsparse.pattern import Pattern
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,11 +17,14 @@ from torch import Tensor, nn
 
 from nmsparse._saved import describe
 from nmsparse.checkpoint._format import INDEX, INDICES, SPARSITY, VALUES, VERSION, WEIGHTS, Layout, pack_tensor
-from nmsparse.checkpoint._wrapped import own_name, own_tensors, unwrapped
+from nmsparse.checkpoint._own import memory_of, own_name, own_tensors, unwrapped
 from nmsparse.functional import violations
 from nmsparse.nn import final_weight, grouped_weights, is_sharded, sparse_modules
 from nmsparse.pattern import Pattern
 from nmsparse.recipes import OUTPUT, Recipe, recipes
+
+TEMPORARY = rf"\.(?:{re.escape(WEIGHTS)}\.\d+|{re.escape(INDEX)}|{re.escape(SPARSITY)})\.(\d+)\.tmp"
+"""Names of files that are being written, with the process that writes them."""
 
 
 def save(
@@ -52,6 +56,7 @@ def save(
     if format == "packed":
         check_patterns(tensors, layouts)
     shared = _without_aliases(tensors)
+    _check_apart(tensors)
     layouts = {shared.get(name, name): layout for name, layout in layouts.items()}
     on_host = ((name, tensor.to("cpu").contiguous()) for name, tensor in tensors.items())
     write_folder(folder, on_host, layouts, format, shard_bytes, recipe=recipe, shared=shared)
@@ -117,15 +122,23 @@ def _without_aliases(tensors: dict[str, Tensor]) -> dict[str, str]:
     seen: dict[tuple[Any, ...], str] = {}
     shared: dict[str, str] = {}
     for name, tensor in list(tensors.items()):
-        if not tensor.numel():
-            continue
-        identity = (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
-        if identity in seen:
-            shared[name] = seen[identity]
+        kept = seen.setdefault(memory_of(tensor), name)
+        if kept != name:
+            shared[name] = kept
             del tensors[name]
-        else:
-            seen[identity] = name
     return shared
+
+
+def _check_apart(tensors: Mapping[str, Tensor]) -> None:
+    """What is written from where it lies may not overlap, says safetensors; all else is copied on the way."""
+    lying = {name: tensor for name, tensor in tensors.items() if tensor.device.type == "cpu" and tensor.is_contiguous()}
+    in_order = sorted((name for name in lying if lying[name].numel()), key=lambda name: lying[name].data_ptr())
+    for first, second in pairwise(in_order):
+        if lying[second].data_ptr() < lying[first].data_ptr() + lying[first].nbytes:
+            raise ValueError(
+                f"{first} and {second} overlap in memory without being one tensor, which a file cannot express: give one of them "
+                "memory of its own (its clone) before saving."
+            )
 
 
 # ---- how it is written ----
@@ -155,6 +168,7 @@ def write_folder(
     if format == "packed":
         _check_packable(layouts)
     folder.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(folder)
     _write_shards(folder, _stored(tensors, layouts) if format == "packed" else tensors, shard_bytes)
     facts = {"version": VERSION, "format": format, "recipe": recipe, "shared": shared}
     facts["tensors"] = {name: asdict(layout) for name, layout in layouts.items()}
@@ -190,13 +204,14 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], limit: in
             shard.clear()  # the next shard is filled while this name still holds the present one
         count = len(written)
         names = [WEIGHTS] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+        for described in (INDEX, SPARSITY):  # a kill from here on leaves what cannot be read, not old and new side by side
+            (folder / described).unlink(missing_ok=True)
         for file, name in zip(written, names, strict=True):
             os.replace(file, folder / name)
     for old in folder.glob("model*.safetensors"):
         if old.name not in names and re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", old.name):
             old.unlink()
     if count == 1:
-        (folder / INDEX).unlink(missing_ok=True)
         return
     weight_map = {tensor: name for name, content in zip(names, contents, strict=True) for tensor in content}
     total = sum(size for content in contents for size in content.values())
@@ -223,6 +238,26 @@ def replace_text(target: Path, text: str) -> None:
         written.append(target.with_name(f".{target.name}.{os.getpid()}.tmp"))
         written[0].write_text(text)
         os.replace(written[0], target)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Temporary files of processes that were killed while they saved."""
+    for file in folder.glob(".*.tmp"):
+        found = re.fullmatch(TEMPORARY, file.name)
+        if found and not _is_another_that_runs(int(found[1])):
+            file.unlink(missing_ok=True)
+
+
+def _is_another_that_runs(process: int) -> bool:
+    if process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)  # asks only
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # somebody else's
+    return True
 
 
 @contextmanager

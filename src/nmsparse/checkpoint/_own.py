@@ -1,6 +1,8 @@
-"""The user's model and its own names, whatever torch.compile and DistributedDataParallel put around it."""
+"""The user's own model, names and tensors, whatever torch.compile and DistributedDataParallel put around them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -35,3 +37,9 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor]:
                 "make its get_extra_state return a tensor."
             )
     return found
+
+
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for two names of one tensor (tied weights); a tensor without memory shares it with none."""
+    address = tensor.data_ptr() if tensor.numel() and not tensor.is_meta else id(tensor)
+    return address, tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride()
