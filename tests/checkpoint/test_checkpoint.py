@@ -341,12 +341,23 @@ def test_a_bad_position_in_the_last_tensor_loads_nothing(tmp_path: Path) -> None
     assert all(torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())
 
 
+def test_a_checkpoint_that_does_not_fit_leaves_packed_layers_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unpacked: list[nn.Module] = []
+    monkeypatch.setattr("nmsparse.checkpoint._load.unpack_all_", unpacked.append)
+    nm.save(sparse(), tmp_path)
+    other = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="does not fit this 2-tensor model"):
+        nm.load(other, tmp_path)
+    assert not unpacked
+
+
 def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
     nm.save(sparse(), tmp_path)
     with torch.device("meta"):
         empty = model()
-    with pytest.raises(ValueError, match=r"0.weight is on the meta device, so it has no memory to load into"):
-        nm.load(empty, tmp_path)
+    for call in (lambda: nm.load(empty, tmp_path), lambda: nm.save(empty, tmp_path / "out")):
+        with pytest.raises(ValueError, match=r"0.weight is on the meta device, so it has no values to save and no memory"):
+            call()
 
 
 def test_tied_weights_that_a_foreign_file_holds_once_are_loaded(tmp_path: Path) -> None:

@@ -48,11 +48,6 @@ def _match(own: dict[str, Tensor], files: TensorFiles) -> dict[str, str]:
             raise ValueError(
                 f"{files.path}: {name} has shape {shape}, the model's is {tuple(own[name].shape)}; nothing was loaded."
             )
-        if own[name].is_meta:
-            raise ValueError(
-                f"{name} is on the meta device, so it has no memory to load into: give it some first, as "
-                'model.to_empty(device="cpu") does.'
-            )
         files.check(source)
     return sources
 

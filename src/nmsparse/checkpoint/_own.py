@@ -36,10 +36,15 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor]:
                 f"{name} is a {type(value).__name__}, and safetensors hold tensors only: keep it outside of the state dict, or "
                 "make its get_extra_state return a tensor."
             )
+        if value.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device, so it has no values to save and no memory to load into: give it memory first, as "
+                'model.to_empty(device="cpu") does.'
+            )
     return found
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for two names of one tensor (tied weights); a tensor without memory shares it with none."""
-    address = tensor.data_ptr() if tensor.numel() and not tensor.is_meta else id(tensor)
+    """Equal for two names of one tensor (tied weights); an empty tensor has none but its own."""
+    address = tensor.data_ptr() if tensor.numel() else id(tensor)
     return address, tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -42,24 +42,30 @@ def save(
     2:4 in 16 bit. A model that was frozen before has no recipe any more: give its ``pattern``, and every linear layer or
     convolution that obeys it is recorded. Above ``shard_bytes`` the weights go into several files with an index, as transformers
     writes them. Nothing is replaced before all of them are written.
+
+    A layer that breaks the pattern which its recipe promises is recorded as well, so that :func:`verify` finds it, and cannot be
+    packed. What torch.compile and DistributedDataParallel wrapped is saved under its own names.
     """
     folder = Path(path)
     check_target(folder, format, shard_bytes)
     tensors, layouts, recipe = final_tensors(model, None if pattern is None else Pattern(pattern))
-    if format == "packed" and not layouts:
-        if pattern is not None:
-            raise ValueError(f"no linear layer or convolution of this model obeys {pattern}, so there is nothing to pack.")
-        raise ValueError(
-            "no layer of this model is sparse, so there is nothing to pack: sparsify it first, or give the pattern of a frozen "
-            "model."
-        )
     if format == "packed":
+        if not layouts:
+            raise ValueError(_nothing_to_pack(pattern))
         check_patterns(tensors, layouts)
     shared = _without_aliases(tensors)
     _check_apart(tensors)
     layouts = {shared.get(name, name): layout for name, layout in layouts.items()}
     on_host = ((name, tensor.to("cpu").contiguous()) for name, tensor in tensors.items())
     write_folder(folder, on_host, layouts, format, shard_bytes, recipe=recipe, shared=shared)
+
+
+def _nothing_to_pack(pattern: str | Pattern | None) -> str:
+    if pattern is not None:
+        return f"no linear layer or convolution of this model obeys {pattern}, so there is nothing to pack."
+    return (
+        "no layer of this model is sparse, so there is nothing to pack: sparsify it first, or give the pattern of a frozen model."
+    )
 
 
 # ---- what is written ----
@@ -249,6 +255,8 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _is_another_that_runs(process: int) -> bool:
+    if os.name != "posix":
+        return True  # there os.kill would end it
     if process == os.getpid():
         return False
     try:
