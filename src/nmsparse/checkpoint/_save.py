@@ -23,7 +23,7 @@ from nmsparse.nn import final_weight, grouped_weights, is_sharded, sparse_module
 from nmsparse.pattern import Pattern
 from nmsparse.recipes import OUTPUT, Recipe, recipes
 
-TEMPORARY = rf"\.(?:{re.escape(WEIGHTS)}\.\d+|{re.escape(INDEX)}|{re.escape(SPARSITY)})\.(\d+)\.tmp"
+TEMPORARY = rf"\.(?:{re.escape(WEIGHTS)}\.\d+|{re.escape(INDEX)}|{re.escape(SPARSITY)}|config\.json)\.(\d+)\.tmp"
 """Names of files that are being written, with the process that writes them."""
 
 
