@@ -122,12 +122,44 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
 def test_configuration_and_tokenizer_come_along_and_nothing_else_does(tmp_path: Path) -> None:
     nm.save(sparse(), tmp_path / "source")
     for name in ("config.json", "tokenizer.json", "optimizer.bin", "notes.txt"):
-        (tmp_path / "source" / name).write_text(name)
-    done = convert(tmp_path / "source", tmp_path / "target", "packed")
+        (tmp_path / "source" / name).write_text(json.dumps({"name": name}))
+    done = convert(tmp_path / "source", tmp_path / "target", "dense")
     assert done.copied == ["config.json", "tokenizer.json"]
     found = sorted(file.name for file in (tmp_path / "target").iterdir())
     assert found == ["config.json", "model.safetensors", "sparsity.json", "tokenizer.json"]
-    assert (tmp_path / "target/config.json").read_text() == "config.json"
+    assert (tmp_path / "target/config.json").read_bytes() == (tmp_path / "source/config.json").read_bytes()
+
+
+def config_after(folder: Path, form: Any, config: Any) -> Any:
+    """What becomes of a config.json."""
+    (folder / "source/config.json").write_text(json.dumps(config))
+    convert(folder / "source", folder / form, form)
+    return json.loads((folder / form / "config.json").read_text())
+
+
+def test_config_names_our_format_where_the_copy_is_packed_and_only_there(tmp_path: Path) -> None:
+    nm.save(sparse(), tmp_path / "source")
+    packed = config_after(tmp_path, "packed", {"model_type": "bert"})
+    assert packed["model_type"] == "bert"
+    ours = packed["quantization_config"]
+    assert ours == {**ours, "quant_method": "nmsparse", "version": 1}
+    assert ours["tensors"] == json.loads((tmp_path / "packed/sparsity.json").read_text())["tensors"]
+    assert config_after(tmp_path, "dense", packed) == {"model_type": "bert"}
+
+
+@pytest.mark.parametrize("form", ["dense", "packed"])
+@pytest.mark.parametrize("config", [{"quantization_config": {"quant_method": "fp8"}}, [1]], ids=str)
+def test_a_config_that_names_another_format_or_is_none_stays_as_it_is(config: Any, form: Any, tmp_path: Path) -> None:
+    nm.save(sparse(), tmp_path / "source")
+    assert config_after(tmp_path, form, config) == config
+
+
+def test_a_config_that_cannot_be_read_stops_before_anything_is_written(tmp_path: Path) -> None:
+    nm.save(sparse(), tmp_path / "source")
+    (tmp_path / "source/config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json cannot be read as JSON"):
+        convert(tmp_path / "source", tmp_path / "out", "packed")
+    assert not (tmp_path / "out").exists()
 
 
 # ---- shards ----

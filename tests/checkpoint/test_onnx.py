@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -278,3 +279,16 @@ def test_without_its_packages_the_extra_is_named(name: str, tmp_path: Path, monk
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=rf'needs the package {name}, which is not installed: pip install "nmsparse\[onnx\]"'):
         export_onnx(sparse(), tmp_path / "model.onnx", (torch.randn(2, 32),))
+
+
+def test_a_layer_that_breaks_its_own_pattern_is_named(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Forgetful(nm.STE):
+        def output_weight(self, weight: Tensor, state: Any) -> Tensor:
+            return weight
+
+    net = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
+    nm.sparsify_(net, Forgetful("2:4"), targets="all")
+    with pytest.raises(ValueError, match=r"0.weight: 512 groups of its final weight have more non-zeros than 2:4 keeps"):
+        export_onnx(net, tmp_path / "model.onnx", (torch.randn(2, 32),))
+    assert not (tmp_path / "model.onnx").exists()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from toys import same
 
 import nmsparse as nm
-from nmsparse.checkpoint import unpack_tensor
+from nmsparse.checkpoint import convert, unpack_tensor
 from nmsparse.functional import violations
 from nmsparse.integrations.transformers import _quantizer, save_packed
 
@@ -137,6 +137,28 @@ def test_saving_does_not_change_the_model(tmp_path: Path) -> None:
     before = model.config.to_dict()
     save_packed(model, tmp_path)
     assert model.config.to_dict() == before
+
+
+def test_compiled_model_is_saved_as_the_plain_one(tmp_path: Path) -> None:
+    model = frozen("bert")
+    save_packed(torch.compile(model), tmp_path, pattern="2:4")  # pyrefly: ignore[bad-argument-type]
+    assert same(transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path), model)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_exports_load_as_what_was_exported(tmp_path: Path, kind: str) -> None:
+    """A dense folder written packed, and that one dense again, without the model."""
+    model = frozen(kind)
+    model.save_pretrained(tmp_path / "plain")
+    convert(tmp_path / "plain", tmp_path / "packed", "packed", "2:4")
+    convert(tmp_path / "packed", tmp_path / "dense", "dense")
+    assert len(load_file(tmp_path / "packed/model.safetensors")) > len(load_file(tmp_path / "plain/model.safetensors"))
+    assert "quantization_config" not in json.loads((tmp_path / "dense/config.json").read_text())
+    for folder in ("packed", "dense"):
+        loaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, output_loading_info=True)
+        assert same(loaded, model)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
 
 
 def test_only_transformers_models_have_a_config_to_save(tmp_path: Path) -> None:

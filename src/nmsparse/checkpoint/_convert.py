@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nmsparse.checkpoint._files import TensorFiles
-from nmsparse.checkpoint._format import INDICES, VALUES, Layout
-from nmsparse.checkpoint._save import check_target, write_folder
-from nmsparse.checkpoint._verify import FLOATS, check_tensor
+from nmsparse.checkpoint._files import TensorFiles, read_json
+from nmsparse.checkpoint._format import METHOD, VALUES, Layout, packed_config
+from nmsparse.checkpoint._save import check_target, replace_text, write_folder
+from nmsparse.checkpoint._verify import FLOATS, check_tensor, grouped_dims
 from nmsparse.pattern import Pattern
 
+CONFIG = "config.json"
 COMPANIONS = (
-    "config.json",
+    CONFIG,
     "generation_config.json",
     "preprocessor_config.json",
     "tokenizer.json",
@@ -66,7 +68,8 @@ def convert(
 
     Which tensors are sparse comes from ``sparsity.json`` in the source. With a ``pattern``, every further matrix or convolution
     that obeys it counts: a matrix along its last dim or else its first (GPT-2 stores weights transposed), a convolution along
-    its input channels. Names, shapes and every value stay as they are. Configuration and tokenizer files of a folder are copied.
+    its input channels. Names, shapes and every value stay as they are. Configuration and tokenizer files of a folder are copied;
+    config.json names the packed format, by which transformers knows it, where the copy is packed.
     All is checked before anything is written. One tensor is read at a time; one shard of the result is held in memory.
     """
     folder = Path(target)
@@ -75,37 +78,21 @@ def convert(
         home = files.path if files.path.is_dir() else files.path.parent
         if folder.resolve() == home.resolve():
             raise ValueError(f"{folder} is where the source lies; give another folder, so that the source stays as it is.")
-        names = _plain_names(files)
+        names = files.plain_names()
         layouts = _layouts(files, names, None if pattern is None else Pattern(pattern))
         if format == "packed" and not layouts:
             raise ValueError(_nothing_to_pack(files, pattern))
+        config = _config(files.path, layouts if format == "packed" else {})
         tensors = ((name, files.dense(name).contiguous()) for name in names)
         write_folder(folder, tensors, layouts, format, shard_bytes, recipe=files.recipe, shared=files.shared)
         copied = list(_copy_companions(files.path, folder))
+        if config is not None:
+            replace_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
         before = sum(shard.stat().st_size for shard in files.shards)
     with TensorFiles(folder) as written:
         after = sum(shard.stat().st_size for shard in written.shards)
     sparse = {name: layout.pattern for name, layout in layouts.items()}
     return Converted(str(source), str(target), format, sparse, copied, before, after)
-
-
-def _plain_names(files: TensorFiles) -> list[str]:
-    """Tensors by their own names, whether packed or not."""
-    names: dict[str, None] = {}
-    for stored in files.names:
-        name = stored.removesuffix(INDICES) if stored.endswith(INDICES) else stored.removesuffix(VALUES)
-        if name != stored and not files.is_packed(name):
-            raise ValueError(
-                f"{files.path}: {stored} is half of a packed tensor, but no sparsity.json describes {name!r}; give the folder "
-                "that nmsparse.save wrote, with all of its files."
-            )
-        if name == stored and files.is_packed(name):
-            raise ValueError(f"{files.path}: {name!r} is stored both whole and packed, so which one counts is not clear.")
-        names[name] = None
-    missing = next((name for name in files.layouts if name not in names), None)
-    if missing is not None:
-        raise ValueError(f"{files.path}: sparsity.json names {missing!r}, which the weights do not hold.")
-    return list(names)
 
 
 def _layouts(files: TensorFiles, names: list[str], pattern: Pattern | None) -> dict[str, Layout]:
@@ -140,11 +127,10 @@ def _obeying(files: TensorFiles, name: str, pattern: Pattern) -> Layout | None:
     """How a tensor of which nothing is said obeys the pattern; None for those that do not, and for what is no weight."""
     found = files.slice(name)
     shape = tuple(found.get_shape())
-    if found.get_dtype() not in FLOATS or len(shape) < 2 or 0 in shape:
+    if found.get_dtype() not in FLOATS or 0 in shape:
         return None
-    candidates = {2: (1, 0), 4: (1,)}.get(len(shape), (len(shape) - 1,))
-    for dim in candidates:
-        if shape[dim] % pattern.m == 0 and check_tensor(files, name, pattern, dim, claimed=False).violations == 0:
+    for dim in grouped_dims(shape, pattern):
+        if check_tensor(files, name, pattern, dim, claimed=False).violations == 0:
             return Layout(str(pattern), dim, shape, FLOATS[found.get_dtype()])
     return None
 
@@ -155,6 +141,22 @@ def _nothing_to_pack(files: TensorFiles, pattern: str | Pattern | None) -> str:
     return (
         f"no tensor of {files.path} obeys {pattern}, so there is nothing to pack; nmsparse verify shows how far they are from it."
     )
+
+
+def _config(source: Path, packed: Mapping[str, Layout]) -> dict[str, Any] | None:
+    """The source's config.json, which names our format exactly where the copy is packed; None where it stays as it is."""
+    if not (source / CONFIG).is_file():
+        return None
+    config = read_json(source / CONFIG)
+    if not isinstance(config, dict):
+        return None
+    present = config.get("quantization_config")
+    is_ours = isinstance(present, dict) and present.get("quant_method") == METHOD
+    if present is not None and not is_ours:
+        return None
+    if packed:
+        return {**config, "quantization_config": packed_config(packed)}
+    return {name: value for name, value in config.items() if name != "quantization_config"} if is_ours else None
 
 
 def _copy_companions(source: Path, target: Path) -> Iterator[str]:

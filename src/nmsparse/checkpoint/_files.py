@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import ExitStack
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nmsparse.checkpoint._format import INDEX, INDICES, SPARSITY, VALUES, VERSION, Layout, unpack_tensor
+from nmsparse.checkpoint._format import INDEX, INDICES, SPARSITY, VALUES, VERSION, Layout, check_packed, unpack_tensor
 
 LARGEST_JSON = 64 << 20
 """Bytes of an index or sparsity.json that we are willing to parse."""
@@ -45,6 +47,12 @@ def _shards(path: Path) -> list[Path]:
     found = sorted(path.glob("*.safetensors"))
     if not found:
         raise ValueError(f"{path} holds no .safetensors file.")
+    part = next((file.name for file in found if re.fullmatch(r"model-\d{5}-of-(?!00001)\d{5}\.safetensors", file.name)), None)
+    if part is not None:  # parts of an older save may lie beside it
+        raise ValueError(
+            f"{path}: {part} is one of several parts, and {INDEX}, which says where each tensor is, is missing: a save into this "
+            "folder was interrupted, or a copy of it is incomplete; write it again."
+        )
     return found
 
 
@@ -102,6 +110,24 @@ class TensorFiles:
     def names(self) -> list[str]:
         return list(self._where)
 
+    def plain_names(self) -> list[str]:
+        """Tensors by their own names, whether packed or not; names and sparsity.json must fit each other."""
+        names: dict[str, None] = {}
+        for stored in self.names:
+            name = stored.removesuffix(INDICES) if stored.endswith(INDICES) else stored.removesuffix(VALUES)
+            if name != stored and not self.is_packed(name):
+                raise ValueError(
+                    f"{self.path}: {stored} is half of a packed tensor, but no sparsity.json describes {name!r}; give the folder "
+                    "that nmsparse.save wrote, with all of its files."
+                )
+            if name == stored and self.is_packed(name):
+                raise ValueError(f"{self.path}: {name!r} is stored both whole and packed, so which one counts is not clear.")
+            names[name] = None
+        missing = next((name for name in self.layouts if name not in names), None)
+        if missing is not None:
+            raise ValueError(f"{self.path}: sparsity.json names {missing!r}, which the weights do not hold.")
+        return list(names)
+
     def is_packed(self, name: str) -> bool:
         """Whether a tensor, by its own name, is stored as values and indices."""
         return name in self.layouts and name + VALUES in self
@@ -115,13 +141,22 @@ class TensorFiles:
             raise ValueError(f"{self.path}: {name} has shape {shape}, sparsity.json says {self.layouts[name].shape}.")
         return shape
 
+    def check(self, name: str) -> None:
+        """Raise where :meth:`dense` would: values stay on disk, and so do index bits whose every position exists."""
+        if self.is_packed(name):
+            values = prod(self.slice(name + VALUES).get_shape())
+            check_packed(values, self._indices(name), self.layouts[name], name)
+
     def dense(self, name: str) -> Tensor:
         """A tensor, unpacked where it is packed."""
         if not self.is_packed(name):
             return self.tensor(name)
+        return unpack_tensor(self.tensor(name + VALUES), self._indices(name), self.layouts[name], name)
+
+    def _indices(self, name: str) -> Tensor:
         if name + INDICES not in self:
             raise ValueError(f"{self.path}: {name} has values but no indices.")
-        return unpack_tensor(self.tensor(name + VALUES), self.tensor(name + INDICES), self.layouts[name], name)
+        return self.tensor(name + INDICES)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as it is stored."""

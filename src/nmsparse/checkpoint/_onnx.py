@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from nmsparse.checkpoint._format import Layout
 from nmsparse.checkpoint._onnx_example import Example, compare, inputs_of, mapped, outputs_of, run_torch
 from nmsparse.checkpoint._onnx_weights import OnnxWeight, find_weights, mend_weights, read_weights
-from nmsparse.checkpoint._save import final_tensors
+from nmsparse.checkpoint._own import unwrapped
+from nmsparse.checkpoint._save import check_patterns, final_tensors
 from nmsparse.nn import freeze_
 from nmsparse.pattern import Pattern
 
@@ -129,9 +130,9 @@ def _package(name: str) -> Any:
 
 def _frozen_copy(model: nn.Module, pattern: Pattern | None) -> tuple[nn.Module, dict[str, Layout]]:
     """The model as inference sees it, and which of its weights are sparse."""
-    plain = getattr(model, "_orig_mod", model)  # under torch.compile
-    copy = deepcopy(plain).to("cpu").eval()
-    _, layouts, _ = final_tensors(copy, pattern)
+    copy = deepcopy(unwrapped(model)).to("cpu").eval()
+    tensors, layouts, _ = final_tensors(copy, pattern)
+    check_patterns(tensors, layouts)
     return freeze_(copy), layouts
 
 

@@ -10,13 +10,19 @@ import torch
 from torch import Tensor
 
 from nmsparse.checkpoint._files import TensorFiles
-from nmsparse.checkpoint._format import VALUES
 from nmsparse.functional import violations
 from nmsparse.pattern import Pattern
 
 PIECE = 1 << 24
 """Entries looked at together."""
-FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+FLOATS = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
 """Types of weights, in the words of safetensors, to those of torch."""
 
 
@@ -56,34 +62,51 @@ def verify(path: str | Path, pattern: str | Pattern | None = None) -> Report:
     """Count density and violated groups of every sparse tensor in a safetensors file or folder.
 
     With ``sparsity.json`` beside it, what that names is checked, for its own pattern or for the one given. Without, every
-    matrix (groups along its last dim) and every convolution (along its input channels) is compared with ``pattern`` (default
-    "2:4"); a tensor of which fewer than half of the groups obey is taken for dense, not for violated.
+    matrix (groups along its last dim, or the one before where that fits better: GPT-2 stores weights transposed) and every
+    convolution (along its input channels) is compared with ``pattern`` (default "2:4"); a tensor of which fewer than half of the
+    groups obey is taken for dense, not for violated. A file in which there is nothing to check is an error.
     """
     with TensorFiles(path) as files:
+        names = files.plain_names()
         if files.layouts:
             wanted = {name: (Pattern(pattern or layout.pattern), layout.dim) for name, layout in files.layouts.items()}
-            missing = [name for name in wanted if name not in files and name + VALUES not in files]
-            if missing:
-                raise ValueError(f"{files.path}: sparsity.json names {missing[0]!r}, which the weights do not hold.")
             checked = [check_tensor(files, name, *how, claimed=True) for name, how in wanted.items()]
             return Report(str(path), files.format, checked, {})
-        return _verify_all(files, Pattern("2:4" if pattern is None else pattern))
+        return _verify_all(files, names, Pattern("2:4" if pattern is None else pattern))
 
 
-def _verify_all(files: TensorFiles, pattern: Pattern) -> Report:
+def _verify_all(files: TensorFiles, names: list[str], pattern: Pattern) -> Report:
     checked: list[Checked] = []
     skipped: dict[str, str] = {}
-    for name in files.names:
+    for name in names:
         found = files.slice(name)
         shape = tuple(found.get_shape())
-        dim = 1 if len(shape) == 4 else len(shape) - 1
         if found.get_dtype() not in FLOATS or len(shape) < 2:
             skipped[name] = f"{found.get_dtype()} of shape {shape} is no weight matrix"
-        elif shape[dim] % pattern.m:
-            skipped[name] = f"size {shape[dim]} along dim {dim} is not a multiple of {pattern.m}"
+        elif dims := grouped_dims(shape, pattern):
+            checked.append(_best(files, name, pattern, dims))
         else:
-            checked.append(check_tensor(files, name, pattern, dim, claimed=False))
+            skipped[name] = f"of shape {shape}, no dim along which groups run is a multiple of {pattern.m}"
+    if not checked:
+        why = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:2]) or "it holds no tensor"
+        raise ValueError(f"{files.path} holds no tensor that could be {pattern}, so nothing was checked ({why}).")
     return Report(str(files.path), files.format, checked, skipped)
+
+
+def grouped_dims(shape: tuple[int, ...], pattern: Pattern) -> list[int]:
+    """Dims along which groups of a weight may run and which the pattern divides, the likeliest first."""
+    last = len(shape) - 1
+    dims = {2: (1, 0), 3: (2, 1), 4: (1,)}.get(len(shape), (last,) if last > 0 else ())
+    return [dim for dim in dims if shape[dim] % pattern.m == 0]
+
+
+def _best(files: TensorFiles, name: str, pattern: Pattern, dims: list[int]) -> Checked:
+    """How a tensor fares along the dim that fits it best."""
+    best = check_tensor(files, name, pattern, dims[0], claimed=False)
+    for dim in dims[1:]:
+        if best.violations:
+            best = min(best, check_tensor(files, name, pattern, dim, claimed=False), key=lambda found: found.violations)
+    return best
 
 
 def check_tensor(files: TensorFiles, name: str, pattern: Pattern, dim: int, claimed: bool) -> Checked:
