@@ -212,10 +212,17 @@ def verify(
 @contextmanager
 def _in_words() -> Iterator[None]:
     """Mistakes of the caller end in one sentence and exit code 2, failures of a run in one sentence and 1."""
+    from safetensors import SafetensorError
+
     from nmsparse.workbench.training import CheckpointError, DivergenceError
 
     try:
         yield
+    except typer.Exit:  # a RuntimeError too, which has said what it had to say
+        raise
+    except SafetensorError as error:  # a full disk, for one
+        typer.echo(f"Error: a safetensors file could not be written or read: {error}.", err=True)
+        raise typer.Exit(1) from None
     except (CheckpointError, DivergenceError, RuntimeError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None

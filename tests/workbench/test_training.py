@@ -15,10 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
+from typer.testing import CliRunner
 
 import nmsparse as nm
+from nmsparse.cli import app
 from nmsparse.workbench.records import RunRecord
 from nmsparse.workbench.training import CheckpointError, Checkpoints, DivergenceError, TrainConfig, make_model, open_task, train
 from nmsparse.workbench.training import _checkpoints as checkpoint_module
@@ -183,6 +186,34 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
     train(config, tmp_path / "broken", resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "broken")
     assert not list((tmp_path / "broken" / "checkpoints").glob(".*"))
+
+
+def test_a_full_disk_ends_a_run_in_one_sentence_and_leaves_no_half_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(tensors: Any, file: Path, metadata: Any) -> None:
+        file.write_bytes(b"half")
+        if file.name == checkpoint_module.TRAINING:
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoint_module, "save_file", write)
+    (tmp_path / "run.json").write_text(json.dumps(TINY))
+    result = CliRunner().invoke(app, ["train", "--config", str(tmp_path / "run.json"), "--output", str(tmp_path / "run")])
+    assert result.exit_code == 1
+    assert "step-00000002 cannot be written (I/O error: No space left on device" in result.output
+    assert isinstance(result.exception, SystemExit)
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_a_model_that_a_full_disk_does_not_hold_is_told_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(*arguments: Any) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(nm, "save", save)
+    (tmp_path / "run.json").write_text(json.dumps(TINY))
+    result = CliRunner().invoke(app, ["train", "--config", str(tmp_path / "run.json"), "--output", str(tmp_path / "run")])
+    assert result.exit_code == 1
+    assert "No space left on device" in result.output
 
 
 def test_a_killed_process_resumes_bit_for_bit(tmp_path: Path) -> None:
