@@ -414,6 +414,29 @@ def test_groups_are_compared_with_the_dense_run_of_their_model(tmp_path: Path) -
     }
 
 
+def test_a_model_is_not_compared_with_a_dense_one_of_another_size(tmp_path: Path) -> None:
+    for seed in range(3):
+        write_values(tmp_path / "runs" / f"d{seed}", DENSE, seed, 2.0 + seed / 100)
+        larger = {"name": "gpt2", "parameters": 2 * 10_788_929, "sparse_parameters": 1}
+        config = information(SSTE, seed, 10)["config"] | {"width": 512, "batch": 64}
+        write_values(tmp_path / "runs" / f"s{seed}", SSTE, seed, 1.0 + seed / 100, model=larger, config=config)
+    page, files = report(tmp_path / "runs")
+    assert [row["difference_from_dense"] for row in read_csv(files.results)] == ["", ""]
+    for words in ("dense · gpt2, 10,788,929 parameters", "s-ste 2:4 · gpt2, 21,577,858 parameters"):
+        assert words in page.text
+    assert "No dense run of the same model has finished" in page.text
+    assert "a gain" not in page.text
+    assert "10.8M" not in page.text
+    assert "Groups differ in more than their recipe: batch, decay and width." in page.text
+
+
+def test_runs_of_one_label_in_two_sizes_are_two_groups(tmp_path: Path) -> None:
+    for seed, size in enumerate((1000, 2000)):
+        write_values(tmp_path / "runs" / str(size), DENSE, seed, 1.0, model={"name": "gpt2", "parameters": size})
+    groups = report(tmp_path / "runs")[0].data["sections"][0]["groups"]
+    assert groups == ["dense · gpt2, 1,000 parameters", "dense · gpt2, 2,000 parameters"]
+
+
 def test_one_label_for_two_patterns_makes_two_groups(tmp_path: Path) -> None:
     for pattern in ("1:4", "2:4"):
         write_values(tmp_path / "runs" / pattern.replace(":", "x"), SSTE, 0, 1.0, label="mine", pattern=pattern)

@@ -77,6 +77,14 @@ def assert_same_run(one: Path, other: Path) -> None:
 # ---- records ----
 
 
+def test_a_row_has_the_flips_of_the_first_update_of_its_interval(tmp_path: Path) -> None:
+    """docs/run-folder.md says so, and so does RESULTS.md."""
+    settings = {"recipe": "sr-ste", "steps": 6, "eval_every": 1}
+    every, third = (train(tiny(**settings, log_every=n), tmp_path / str(n)).rows("train") for n in (1, 3))
+    assert [row["flip_rate"] for row in third] == [every[0]["flip_rate"], every[3]["flip_rate"]]
+    assert every[0]["flip_rate"] != every[2]["flip_rate"]
+
+
 def test_a_run_leaves_records_a_model_and_the_newest_checkpoints(tmp_path: Path) -> None:
     record = train(tiny(recipe="sr-ste", keep=2), tmp_path / "run")
     assert record.info["label"] == "sr-ste 2:4"
