@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -241,7 +241,20 @@ def _new_folder(kind: str) -> Path:
 
 def _config(file: Path | None, settings: dict[str, Any]) -> TrainConfig:
     """Settings from a file, if there is one, and from flags, which win."""
-    return TrainConfig.from_dict((TrainConfig.read(file) if file else {}) | settings, "these settings")
+    made = TrainConfig.from_dict((TrainConfig.read(file) if file else {}) | settings, "these settings")
+    if made.pretrained is not None and Path(made.pretrained).is_dir():
+        return replace(made, pretrained=str(Path(made.pretrained).absolute()))  # a run may be continued from elsewhere
+    return made
+
+
+def _check_for_comparison(file: Path) -> None:
+    """A file that was written for nmsparse train may say what candidates say."""
+    named = [name for name in ("recipe", "options") if name in TrainConfig.read(file)]
+    if named:
+        raise ValueError(
+            f"{file} gives {' and '.join(named)}, but recipe and options of a comparison are given with its candidates, such as "
+            '"s-ste:mvue=false": leave them out of the file.'
+        )
 
 
 @app.command(short_help="List what can be learned, and the models that fit.")
@@ -335,6 +348,8 @@ def compare(
     folder = output or _new_folder("compare")
     with _in_words():
         wanted = candidates or ["dense", "sr-ste", "s-ste", "trio"]
+        if config is not None:
+            _check_for_comparison(config)
         base = _config(config, settings)
         configs = study(base, wanted, pattern or [base.pattern], seeds)
         try:

@@ -248,6 +248,35 @@ def test_the_pattern_of_a_configuration_file_is_compared(tmp_path: Path, monkeyp
         assert seen == [expected]
 
 
+@pytest.mark.parametrize("line", ['recipe = "sr-ste"', "[options]\nmvue = false"])
+def test_a_file_that_says_what_candidates_say_is_refused(line: str, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(line)
+    result = CliRunner().invoke(app, ["compare", "dense", "--config", str(tmp_path / "a.toml"), "--output", str(tmp_path / "o")])
+    assert result.exit_code == 2
+    assert "recipe and options of a comparison are given with its candidates" in result.output
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_a_pretrained_folder_is_found_from_other_directories(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str | None] = []
+
+    def stop(what: Any, *rest: Any, **others: Any) -> None:
+        seen.extend(config.pretrained for config in ([what] if command == "train" else what.values()))
+        raise ValueError("enough")
+
+    monkeypatch.setattr("nmsparse.workbench.training.train", stop)
+    monkeypatch.setattr("nmsparse.workbench.compare.run_study", stop)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bert").mkdir()
+    more = ["dense", "--seeds", "1"] if command == "compare" else []
+    for given in ("bert", "nowhere"):
+        CliRunner().invoke(app, [command, *more, "--pretrained", given])
+    assert seen == [str(tmp_path / "bert"), "nowhere"]
+
+
 def test_the_newest_row_is_read_while_a_line_is_being_written(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n{"kind": "valid", "step": 1}\n{"kind": "train", "st')
     assert Job("a", TrainConfig(), tmp_path).last_row()["step"] == 1
