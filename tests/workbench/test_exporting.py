@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 from typer.testing import CliRunner
 
 import nmsparse as nm
@@ -68,6 +69,31 @@ def test_a_transformers_folder_becomes_onnx_without_its_run(finished: Path, tmp_
     assert result.exit_code == 0, result.output
     assert (tmp_path / "onnx" / "model.onnx").exists()
     assert "4 sparse weights" in result.output
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_folder_that_transformers_wrote_becomes_onnx(tied: bool, tmp_path: Path) -> None:
+    """Tied weights are stored once, and a ViT's names on disk are not those of its modules."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    gpt = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32, n_positions=16))
+    model: Any = gpt if tied else ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **sizes))
+    model.save_pretrained(tmp_path / "hf")
+    result = nmsparse("export", tmp_path / "hf", tmp_path / "a.onnx", "--format", "onnx", "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert facts["checked"]
+    assert facts["difference"] < 1e-4
+
+
+def test_weights_that_a_folder_lacks_are_not_made_up(tmp_path: Path) -> None:
+    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32, n_positions=16)).save_pretrained(tmp_path)
+    kept = load_file(tmp_path / "model.safetensors")
+    del kept["transformer.h.0.attn.c_attn.weight"]
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    result = nmsparse("export", tmp_path, tmp_path / "a.onnx", "--format", "onnx")
+    assert result.exit_code == 2
+    assert "lacks weights of a GPT2LMHeadModel, such as transformer.h.0.attn.c_attn.weight" in result.output
+    assert not (tmp_path / "a.onnx").exists()
 
 
 def test_a_folder_without_a_model_is_refused_in_words(tmp_path: Path) -> None:
