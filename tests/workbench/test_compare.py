@@ -373,6 +373,16 @@ def test_claims_are_listed_planned_and_refused_by_name(tmp_path: Path) -> None:
     planned = nmsparse("reproduce", "s-ste", "--scale", "toy", "--dry-run", folder=tmp_path)
     assert planned.returncode == 0, planned.stderr
     assert "runs to do" in planned.stdout
+    plans = [
+        json.loads(nmsparse("reproduce", name, "--scale", "toy", "--dry-run", "--json", folder=tmp_path).stdout)
+        for name in ("s-ste", "all")
+    ]
+    assert plans[0] == plans[1][0]
+    assert f"{plans[0]['to_do']} of" in planned.stdout
+    contradiction = nmsparse("reproduce", "--report", "--dry-run", folder=tmp_path)
+    assert contradiction.returncode == 2
+    assert "ask for one or the other" in contradiction.stderr
+    assert not list(tmp_path.iterdir())
     everything = nmsparse("reproduce", "all", "--scale", "toy", "--max-minutes", "0", "--json", folder=tmp_path)
     assert [outcome["claim"] for outcome in json.loads(everything.stdout)] == list(CLAIMS)
     assert nmsparse("reproduce", "all", "--only", "vit").returncode == 2

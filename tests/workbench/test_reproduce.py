@@ -27,6 +27,7 @@ from nmsparse.workbench.reproduce import (
     Study,
     claims_at,
     decision_table,
+    plan,
     print_outcome,
     print_plan,
     reproduce,
@@ -425,11 +426,11 @@ def test_attention_is_counted() -> None:
 
 
 def test_a_plan_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    print_plan(Study(CLAIMS["bi-mask"], "small", Ledger(tmp_path), "none"), 3)
+    print_plan(plan(Study(CLAIMS["bi-mask"], "small", Ledger(tmp_path), "none"), 3))
     shown = capsys.readouterr().out
     assert "39 final runs follow at the learning rates that these find." in shown
     assert "51 of 51 runs to do." in shown
-    print_plan(Study(CLAIMS["trio"], "small", Ledger(tmp_path), "none"), 3)  # one rate: nothing to find
+    print_plan(plan(Study(CLAIMS["trio"], "small", Ledger(tmp_path), "none"), 3))  # one rate: nothing to find
     shown = capsys.readouterr().out
     assert "12 of 12 runs to do" in shown
     assert "that these find" not in shown
