@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import nmsparse as nm
 from nmsparse.cli import app
-from nmsparse.workbench.training import TrainConfig, train
+from nmsparse.workbench.training import DivergenceError, TrainConfig, train
 
 TINY: dict[str, Any] = {"width": 16, "layers": 1, "heads": 2, "limit": 16, "batch": 4, "steps": 1, "eval_batches": 1}
 
@@ -128,6 +128,15 @@ def test_a_run_that_kept_no_model_is_not_told_to_resume(tmp_path: Path) -> None:
     result = nmsparse("export", tmp_path / "run", tmp_path / "dense")
     assert result.exit_code == 2
     assert "kept no model" in result.output
+
+
+@pytest.mark.parametrize("command", ["export", "verify"])
+def test_a_run_that_diverged_is_said_to_have_diverged(command: str, tmp_path: Path) -> None:
+    with pytest.raises(DivergenceError):
+        train(TrainConfig.from_dict(TINY | {"lr": 1e30, "clip": 0.0, "steps": 6, "length": 16}), tmp_path / "run")
+    result = nmsparse(command, tmp_path / "run", *([tmp_path / "dense"] if command == "export" else []))
+    assert result.exit_code == 2
+    assert "diverged, and so has no model" in result.output
 
 
 def test_a_frozen_model_of_others_is_packed_by_its_pattern(tmp_path: Path) -> None:

@@ -23,10 +23,16 @@ def weights_of(source: Path) -> Path:
     if not (source / RUN).exists():
         return source
     if not (source / "model").is_dir():
-        is_over = (source / RESULT).exists()
-        why = "kept no model (--no-save, or weights spread over processes)" if is_over else "has not finished: resume it first"
-        raise ValueError(f"{source} is a run that {why}.")
+        raise ValueError(f"{source} is a run that {_why_no_model(source)}.")
     return source / "model"
+
+
+def _why_no_model(run: Path) -> str:
+    if not (run / RESULT).exists():
+        return "has not finished: resume it first"
+    if (RunRecord(run).result or {}).get("status") == "diverged":
+        return "diverged, and so has no model: train it again with a lower learning rate"
+    return "kept no model (--no-save, or weights spread over processes)"
 
 
 def export_weights(source: Path, target: Path, format: Any, pattern: str | None) -> Converted:
