@@ -77,9 +77,10 @@ def _loaded(kind: Any, configuration: Any, source: Path) -> nn.Module:
     """The model with its weights. Without a sparsity.json they were written by transformers, which keeps tied weights once and
     gives some tensors other names on disk than in the model: it alone knows how to read them."""
     is_ours = (source / "sparsity.json").exists()
+    lacking: list[str] = []
     try:
         if is_ours:
-            model, lacking = kind(configuration), []
+            model = kind(configuration)
         else:
             model, report = kind.from_pretrained(
                 source, config=configuration, local_files_only=True, use_safetensors=True, dtype=torch.float32,

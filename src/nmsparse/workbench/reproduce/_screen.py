@@ -29,7 +29,7 @@ def print_outcome(study: Study, progress: Progress) -> None:
         print("\n".join([*made.notes, ""]))
     judged = judge_all(study)
     rows = [[each.statement.text, gain_words(each), each.verdict] for each in judged]
-    print_table(["statement", "gain (95 % interval)", "verdict"], rows)
+    print_table(["statement", "gain (95 % interval), margin", "verdict"], rows)
     _print_rest(progress)
 
 
