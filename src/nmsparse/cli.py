@@ -441,7 +441,7 @@ def reproduce(
             raise ValueError("--only names experiments of one claim; leave it out for all claims.")
         if report and dry_run:
             raise ValueError("--report trains nothing and writes files, --dry-run writes none: ask for one or the other.")
-        claims: list[room.Claim] = [] if report else [room.CLAIMS[name] for name in chosen]
+        claims = [room.CLAIMS[name] for name in chosen if not report]
         if dry_run:
             studies = [room.Study(known, scale, room.Ledger(results), room.device_name(), only or ()) for known in claims]
             plans = [room.plan(study, seeds) for study in studies]
