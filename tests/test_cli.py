@@ -7,8 +7,11 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
 import nmsparse as nm
+from nmsparse.cli import app
+from nmsparse.workbench import terminal
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -19,6 +22,26 @@ def test_recipes_are_listed_as_lines_without_a_terminal() -> None:
     result = command("nmsparse", "recipes")
     assert result.returncode == 0
     assert [line.split()[0] for line in result.stdout.splitlines()] == [info.name for info in nm.recipes()]
+
+
+@pytest.mark.parametrize(("is_terminal", "title"), [(True, True), (False, False)])
+def test_recipes_are_a_table_on_a_terminal_only(is_terminal: bool, title: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CI services pretend to be terminals; is_terminal knows them. A narrow one cuts no name."""
+    monkeypatch.setattr(terminal, "is_terminal", lambda: is_terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(app, ["recipes"]).stdout
+    assert ("Recipes" in shown) == title
+    assert "structure-decay" in shown
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+
+
+def test_a_narrow_terminal_cuts_no_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(terminal, "is_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "30")
+    name = "sdgp@2:4:selector=random,rescale=false"
+    terminal.print_table(["recipe", "validation loss"], [[name, "2.345 ± 0.012"]])
+    cells = [line.split("\N{BOX DRAWINGS LIGHT VERTICAL}") for line in capsys.readouterr().out.splitlines()]
+    assert "".join(cell[1].strip() for cell in cells if len(cell) > 2) == name
 
 
 def test_recipes_are_listed_as_json() -> None:
@@ -75,7 +98,7 @@ def test_imports_point_down() -> None:
     import ast
     from pathlib import Path
 
-    order = {"pattern": 0, "functional": 1, "recipes": 2, "kernels": 2, "nn": 3, "optim": 3, "_stats": 3}
+    order = {"pattern": 0, "functional": 1, "recipes": 2, "kernels": 2, "nn": 3, "optim": 4, "_stats": 3}
     order |= {"_update": 4, "_saved": 4, "_micro_batches": 4, "_wrappers": 5, "_tensor_cores": 5, "_step_clock": 6, "run": 7}
     order |= {"plan": 8, "checkpoint": 8, "inference": 9, "__init__": 10}
     order |= {"integrations": 11, "workbench": 12, "cli": 13, "__main__": 14}

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -40,6 +40,8 @@ def recipes(
     as_json: Json = False,
 ) -> None:
     """List the recipes: name, paper, which products they make sparse, and their options."""
+    from nmsparse.workbench.terminal import is_terminal
+
     found = nm.recipes(pattern)
     if not found:
         typer.echo(f"no recipe is named {pattern!r}; without an argument all are listed.", err=True)
@@ -47,7 +49,7 @@ def recipes(
     rows = [_facts(info) for info in found]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
-    elif sys.stdout.isatty():
+    elif is_terminal():
         _table(rows)
     else:
         for row in rows:
@@ -73,7 +75,10 @@ def _table(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("recipe", "sparse products", "what it does", "options", "paper", title="Recipes")
+    table = Table(title="Recipes")
+    table.add_column("recipe", no_wrap=True)
+    for name in ("sparse products", "what it does", "options", "paper"):
+        table.add_column(name, overflow="fold")  # a narrow terminal must not cut names
     for row in rows:
         options = "\n".join(f"{name}={value}" for name, value in row["options"].items())
         table.add_row(row["name"], "\n".join(row["products"]) or "-", row["summary"], options, row["paper"])
@@ -212,10 +217,17 @@ def verify(
 @contextmanager
 def _in_words() -> Iterator[None]:
     """Mistakes of the caller end in one sentence and exit code 2, failures of a run in one sentence and 1."""
+    from safetensors import SafetensorError
+
     from nmsparse.workbench.training import CheckpointError, DivergenceError
 
     try:
         yield
+    except typer.Exit:  # a RuntimeError too, which has said what it had to say
+        raise
+    except SafetensorError as error:  # a full disk, for one
+        typer.echo(f"Error: a safetensors file could not be written or read: {error}.", err=True)
+        raise typer.Exit(1) from None
     except (CheckpointError, DivergenceError, RuntimeError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
@@ -234,7 +246,20 @@ def _new_folder(kind: str) -> Path:
 
 def _config(file: Path | None, settings: dict[str, Any]) -> TrainConfig:
     """Settings from a file, if there is one, and from flags, which win."""
-    return TrainConfig.from_dict((TrainConfig.read(file) if file else {}) | settings, "these settings")
+    made = TrainConfig.from_dict((TrainConfig.read(file) if file else {}) | settings, "these settings")
+    if made.pretrained is not None and Path(made.pretrained).is_dir():
+        return replace(made, pretrained=str(Path(made.pretrained).absolute()))  # a run may be continued from elsewhere
+    return made
+
+
+def _check_for_comparison(file: Path) -> None:
+    """A file that was written for nmsparse train may say what candidates say."""
+    named = [name for name in ("recipe", "options") if name in TrainConfig.read(file)]
+    if named:
+        raise ValueError(
+            f"{file} gives {' and '.join(named)}, but recipe and options of a comparison are given with its candidates, such as "
+            '"s-ste:mvue=false": leave them out of the file.'
+        )
 
 
 @app.command(short_help="List what can be learned, and the models that fit.")
@@ -328,6 +353,8 @@ def compare(
     folder = output or _new_folder("compare")
     with _in_words():
         wanted = candidates or ["dense", "sr-ste", "s-ste", "trio"]
+        if config is not None:
+            _check_for_comparison(config)
         base = _config(config, settings)
         configs = study(base, wanted, pattern or [base.pattern], seeds)
         try:
@@ -412,10 +439,18 @@ def reproduce(
     with _in_words():
         if only and claim == "all":
             raise ValueError("--only names experiments of one claim; leave it out for all claims.")
-        claims = [] if report else [room.CLAIMS[name] for name in chosen]
-        for known in claims if dry_run else []:
-            room.print_plan(room.Study(known, scale, room.Ledger(results), room.device_name(), only or ()), seeds)
-        if claims and not dry_run:
+        if report and dry_run:
+            raise ValueError("--report trains nothing and writes files, --dry-run writes none: ask for one or the other.")
+        claims = [room.CLAIMS[name] for name in chosen if not report]
+        if dry_run:
+            studies = [room.Study(known, scale, room.Ledger(results), room.device_name(), only or ()) for known in claims]
+            plans = [room.plan(study, seeds) for study in studies]
+            if as_json:
+                typer.echo(json.dumps(plans if claim == "all" else plans[0]))
+            for planned in [] if as_json else plans:
+                room.print_plan(planned)
+            return
+        if claims:
             with study_progress(quiet=as_json) as listen:
                 ended = room.reproduce(
                     claims, results, scale=scale, seeds=seeds, only=only or (), data_dir=data_dir, folder=runs, jobs=jobs,
@@ -428,7 +463,7 @@ def reproduce(
                     room.print_outcome(study, progress)
         if as_json and outcomes:
             typer.echo(json.dumps(outcomes if claim == "all" else outcomes[0]))
-        if not dry_run and (report or scale in ("small", "cpu")):
+        if report or scale in ("small", "cpu"):
             page = room.write_results(results, scale)
             if not as_json:
                 typer.echo(f"results: {page}")

@@ -220,6 +220,19 @@ def test_a_killed_comparison_leaves_no_process_behind(tmp_path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while a run goes on
 
 
+@pytest.mark.parametrize("arguments", [["train", "--recipe", "dense"], ["compare", "dense", "--seeds", "1", "--jobs", "1"]])
+def test_an_interrupt_says_how_to_go_on_and_exits_with_130(arguments: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "nmsparse", *arguments, "--output", "out", *FLAGS, "--steps", "1000000"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    while process.poll() is None and not any(file.stat().st_size for file in tmp_path.glob("out/**/metrics.jsonl")):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert words.startswith("stopped; ")
+    assert len(words.splitlines()) == 1
+
+
 def test_the_pattern_of_a_configuration_file_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
@@ -233,6 +246,35 @@ def test_the_pattern_of_a_configuration_file_is_compared(tmp_path: Path, monkeyp
         seen.clear()
         CliRunner().invoke(app, ["compare", "ste", "--seeds", "1", "--config", str(tmp_path / "a.toml"), *more])
         assert seen == [expected]
+
+
+@pytest.mark.parametrize("line", ['recipe = "sr-ste"', "[options]\nmvue = false"])
+def test_a_file_that_says_what_candidates_say_is_refused(line: str, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(line)
+    result = CliRunner().invoke(app, ["compare", "dense", "--config", str(tmp_path / "a.toml"), "--output", str(tmp_path / "o")])
+    assert result.exit_code == 2
+    assert "recipe and options of a comparison are given with its candidates" in result.output
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_a_pretrained_folder_is_found_from_other_directories(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str | None] = []
+
+    def stop(what: Any, *rest: Any, **others: Any) -> None:
+        seen.extend(config.pretrained for config in ([what] if command == "train" else what.values()))
+        raise ValueError("enough")
+
+    monkeypatch.setattr("nmsparse.workbench.training.train", stop)
+    monkeypatch.setattr("nmsparse.workbench.compare.run_study", stop)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bert").mkdir()
+    more = ["dense", "--seeds", "1"] if command == "compare" else []
+    for given in ("bert", "nowhere"):
+        CliRunner().invoke(app, [command, *more, "--pretrained", given])
+    assert seen == [str(tmp_path / "bert"), "nowhere"]
 
 
 def test_the_newest_row_is_read_while_a_line_is_being_written(tmp_path: Path) -> None:
@@ -331,6 +373,16 @@ def test_claims_are_listed_planned_and_refused_by_name(tmp_path: Path) -> None:
     planned = nmsparse("reproduce", "s-ste", "--scale", "toy", "--dry-run", folder=tmp_path)
     assert planned.returncode == 0, planned.stderr
     assert "runs to do" in planned.stdout
+    plans = [
+        json.loads(nmsparse("reproduce", name, "--scale", "toy", "--dry-run", "--json", folder=tmp_path).stdout)
+        for name in ("s-ste", "all")
+    ]
+    assert plans[0] == plans[1][0]
+    assert f"{plans[0]['to_do']} of" in planned.stdout
+    contradiction = nmsparse("reproduce", "--report", "--dry-run", folder=tmp_path)
+    assert contradiction.returncode == 2
+    assert "ask for one or the other" in contradiction.stderr
+    assert not list(tmp_path.iterdir())
     everything = nmsparse("reproduce", "all", "--scale", "toy", "--max-minutes", "0", "--json", folder=tmp_path)
     assert [outcome["claim"] for outcome in json.loads(everything.stdout)] == list(CLAIMS)
     assert nmsparse("reproduce", "all", "--only", "vit").returncode == 2

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 from typer.testing import CliRunner
 
 import nmsparse as nm
 from nmsparse.cli import app
-from nmsparse.workbench.training import TrainConfig, train
+from nmsparse.workbench.training import DivergenceError, TrainConfig, train
 
 TINY: dict[str, Any] = {"width": 16, "layers": 1, "heads": 2, "limit": 16, "batch": 4, "steps": 1, "eval_batches": 1}
 
@@ -70,6 +71,31 @@ def test_a_transformers_folder_becomes_onnx_without_its_run(finished: Path, tmp_
     assert "4 sparse weights" in result.output
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_folder_that_transformers_wrote_becomes_onnx(tied: bool, tmp_path: Path) -> None:
+    """Tied weights are stored once, and a ViT's names on disk are not those of its modules."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    gpt = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32, n_positions=16))
+    model: Any = gpt if tied else ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **sizes))
+    model.save_pretrained(tmp_path / "hf")
+    result = nmsparse("export", tmp_path / "hf", tmp_path / "a.onnx", "--format", "onnx", "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert facts["checked"]
+    assert facts["difference"] < 1e-4
+
+
+def test_weights_that_a_folder_lacks_are_not_made_up(tmp_path: Path) -> None:
+    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32, n_positions=16)).save_pretrained(tmp_path)
+    kept = load_file(tmp_path / "model.safetensors")
+    del kept["transformer.h.0.attn.c_attn.weight"]
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    result = nmsparse("export", tmp_path, tmp_path / "a.onnx", "--format", "onnx")
+    assert result.exit_code == 2
+    assert "lacks weights of a GPT2LMHeadModel, such as transformer.h.0.attn.c_attn.weight" in result.output
+    assert not (tmp_path / "a.onnx").exists()
+
+
 def test_a_folder_without_a_model_is_refused_in_words(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
     result = nmsparse("export", tmp_path, tmp_path / "a.onnx", "--format", "onnx")
@@ -102,6 +128,15 @@ def test_a_run_that_kept_no_model_is_not_told_to_resume(tmp_path: Path) -> None:
     result = nmsparse("export", tmp_path / "run", tmp_path / "dense")
     assert result.exit_code == 2
     assert "kept no model" in result.output
+
+
+@pytest.mark.parametrize("command", ["export", "verify"])
+def test_a_run_that_diverged_is_said_to_have_diverged(command: str, tmp_path: Path) -> None:
+    with pytest.raises(DivergenceError):
+        train(TrainConfig.from_dict(TINY | {"lr": 1e30, "clip": 0.0, "steps": 6, "length": 16}), tmp_path / "run")
+    result = nmsparse(command, tmp_path / "run", *([tmp_path / "dense"] if command == "export" else []))
+    assert result.exit_code == 2
+    assert "diverged, and so has no model" in result.output
 
 
 def test_a_frozen_model_of_others_is_packed_by_its_pattern(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import math
+import random
 import re
 import shutil
 import statistics
@@ -27,7 +28,7 @@ from nmsparse.workbench.report._axes import linear_axis, log_axis, step_axis
 from nmsparse.workbench.report._charts import spread_out
 from nmsparse.workbench.report._curves import Curve, average, thin
 from nmsparse.workbench.report._masks import _group_lines, _packed, cell_path, decode
-from nmsparse.workbench.report._numbers import Estimate, brief, estimate, fixed, interval, share
+from nmsparse.workbench.report._numbers import Estimate, brief, estimate, fixed, interval, share, student
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&"
 DENSE, SRSTE, SSTE, TRIO = CHARACTERS
@@ -293,13 +294,20 @@ def test_finished_runs_without_the_metric_do_not_count_as_seeds(tmp_path: Path) 
     assert "With 1 seed nothing can be said about significance" in report(tmp_path / "runs")[0].text
 
 
-def test_the_interval_covers_that_of_welch() -> None:
-    a, b = [1.0, 1.2, 1.1, 1.4], [0.9, 1.0, 0.7]
-    found, exact = interval(_known(a), _known(b)), stats.ttest_ind(a, b, equal_var=False).confidence_interval()
-    assert found[0] <= exact.low
-    assert found[1] >= exact.high
-    assert found == pytest.approx(tuple(exact), abs=0.06)
+@pytest.mark.parametrize("counts", [(4, 3), (3, 3), (2, 3), (20, 25), (40, 60)])
+def test_the_interval_is_that_of_welch(counts: tuple[int, int]) -> None:
+    for seed in range(20):
+        draw = random.Random(seed)
+        a, b = ([draw.gauss(0, 1 + 3 * draw.random()) for _ in range(count)] for count in counts)
+        found, exact = interval(_known(a), _known(b)), stats.ttest_ind(a, b, equal_var=False).confidence_interval()
+        assert found[1] - found[0] == pytest.approx(exact.high - exact.low, rel=0.01)
+        assert found[1] + found[0] == pytest.approx(exact.high + exact.low)
     assert interval(Estimate(1.0, 0.0, 3), Estimate(0.5, 0.0, 3)) == (0.5, 0.5)
+
+
+def test_student_is_that_of_scipy_between_the_tabulated_values() -> None:
+    freedoms = [1 + step / 50 for step in range(2500)]
+    assert [student(freedom) for freedom in freedoms] == pytest.approx(list(stats.t.ppf(0.975, freedoms)), rel=0.005)
 
 
 def _known(values: list[float]) -> Estimate:
@@ -412,6 +420,29 @@ def test_groups_are_compared_with_the_dense_run_of_their_model(tmp_path: Path) -
         "s-ste 2:4 · gpt2": "0.25",
         "s-ste 2:4 · llama": "0.25",
     }
+
+
+def test_a_model_is_not_compared_with_a_dense_one_of_another_size(tmp_path: Path) -> None:
+    for seed in range(3):
+        write_values(tmp_path / "runs" / f"d{seed}", DENSE, seed, 2.0 + seed / 100)
+        larger = {"name": "gpt2", "parameters": 2 * 10_788_929, "sparse_parameters": 1}
+        config = information(SSTE, seed, 10)["config"] | {"width": 512, "batch": 64}
+        write_values(tmp_path / "runs" / f"s{seed}", SSTE, seed, 1.0 + seed / 100, model=larger, config=config)
+    page, files = report(tmp_path / "runs")
+    assert [row["difference_from_dense"] for row in read_csv(files.results)] == ["", ""]
+    for words in ("dense · gpt2, 10,788,929 parameters", "s-ste 2:4 · gpt2, 21,577,858 parameters"):
+        assert words in page.text
+    assert "No dense run of the same model has finished" in page.text
+    assert "a gain" not in page.text
+    assert "10.8M" not in page.text
+    assert "Groups differ in more than their recipe: batch, decay and width." in page.text
+
+
+def test_runs_of_one_label_in_two_sizes_are_two_groups(tmp_path: Path) -> None:
+    for seed, size in enumerate((1000, 2000)):
+        write_values(tmp_path / "runs" / str(size), DENSE, seed, 1.0, model={"name": "gpt2", "parameters": size})
+    groups = report(tmp_path / "runs")[0].data["sections"][0]["groups"]
+    assert groups == ["dense · gpt2, 1,000 parameters", "dense · gpt2, 2,000 parameters"]
 
 
 def test_one_label_for_two_patterns_makes_two_groups(tmp_path: Path) -> None:

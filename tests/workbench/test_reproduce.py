@@ -27,6 +27,7 @@ from nmsparse.workbench.reproduce import (
     Study,
     claims_at,
     decision_table,
+    plan,
     print_outcome,
     print_plan,
     reproduce,
@@ -37,7 +38,7 @@ from nmsparse.workbench.reproduce import _runner as runner
 from nmsparse.workbench.reproduce._claim import Contender, Experiment, Setup, Statement
 from nmsparse.workbench.reproduce._flops import density, equal_flops_steps, training_flops, update_cost
 from nmsparse.workbench.reproduce._ledger import Run, settings_hash, settings_of
-from nmsparse.workbench.reproduce._outcome import advise, table
+from nmsparse.workbench.reproduce._outcome import advise, gain_words, judge_all, table
 from nmsparse.workbench.reproduce._runner import Progress
 from nmsparse.workbench.reproduce._statistics import Difference, is_better, is_equal, is_not_worse, paired_difference
 from nmsparse.workbench.reproduce._study import TUNING_SEED
@@ -425,11 +426,11 @@ def test_attention_is_counted() -> None:
 
 
 def test_a_plan_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    print_plan(Study(CLAIMS["bi-mask"], "small", Ledger(tmp_path), "none"), 3)
+    print_plan(plan(Study(CLAIMS["bi-mask"], "small", Ledger(tmp_path), "none"), 3))
     shown = capsys.readouterr().out
     assert "39 final runs follow at the learning rates that these find." in shown
     assert "51 of 51 runs to do." in shown
-    print_plan(Study(CLAIMS["trio"], "small", Ledger(tmp_path), "none"), 3)  # one rate: nothing to find
+    print_plan(plan(Study(CLAIMS["trio"], "small", Ledger(tmp_path), "none"), 3))  # one rate: nothing to find
     shown = capsys.readouterr().out
     assert "12 of 12 runs to do" in shown
     assert "that these find" not in shown
@@ -707,6 +708,29 @@ def test_margins_in_nats_per_token_are_smaller_where_losses_are_per_byte(tmp_pat
 
     assert verdict("small") == "holds"
     assert verdict("cpu") == "fails"
+
+
+def test_the_margin_that_decided_stands_beside_the_gain_in_its_unit(tmp_path: Path) -> None:
+    book = Book(tmp_path, CLAIMS["s-ste"], "cpu")
+    book.fill(lambda label, seed: 2.4 + 0.01 * seed + 0.001 * seed * (label == "dense"), metric="loss")
+    words = {judged.statement.text: gain_words(judged) for judged in judge_all(book.study)}
+    assert words["s-ste comes near dense (0.03 nats per token)"].endswith("3 seeds), margin 0.00870 nats")
+    assert "margin" not in words["s-ste reaches a lower validation loss than ste"]
+    assert "divided by 3.45 bytes per token" in write_results(tmp_path).read_text()
+
+
+def test_json_has_the_flips_and_switches_of_the_tables(tmp_path: Path) -> None:
+    book = Book(tmp_path, CLAIMS["s-ste"])
+    for planned in book.study.tuning():
+        book.add(planned, 2.4, "loss")
+    for planned in book.study.finals(3):
+        book.add(planned, 2.4, "loss", switched_at=33 if planned.contender.candidate.recipe == "step" else None)
+    (gpt,) = to_dict(book.study, CLAIMS["s-ste"])["experiments"]
+    found = {
+        each["contender"]: [(run["flip_rate_at_end"], run["switched_at"]) for run in each["runs"]] for each in gpt["contenders"]
+    }
+    assert found["s-ste@2:4"] == [(0.01, None)] * 3
+    assert found["step@2:4"] == [(0.01, 33)] * 3
 
 
 def test_a_longer_grid_leaves_what_was_published_until_its_rates_are_tried(tmp_path: Path) -> None:

@@ -15,10 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
+from typer.testing import CliRunner
 
 import nmsparse as nm
+from nmsparse.cli import app
 from nmsparse.workbench.records import RunRecord
 from nmsparse.workbench.training import CheckpointError, Checkpoints, DivergenceError, TrainConfig, make_model, open_task, train
 from nmsparse.workbench.training import _checkpoints as checkpoint_module
@@ -72,6 +75,14 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 # ---- records ----
+
+
+def test_a_row_has_the_flips_of_the_first_update_of_its_interval(tmp_path: Path) -> None:
+    """docs/run-folder.md says so, and so does RESULTS.md."""
+    settings = {"recipe": "sr-ste", "steps": 6, "eval_every": 1}
+    every, third = (train(tiny(**settings, log_every=n), tmp_path / str(n)).rows("train") for n in (1, 3))
+    assert [row["flip_rate"] for row in third] == [every[0]["flip_rate"], every[3]["flip_rate"]]
+    assert every[0]["flip_rate"] != every[2]["flip_rate"]
 
 
 def test_a_run_leaves_records_a_model_and_the_newest_checkpoints(tmp_path: Path) -> None:
@@ -183,6 +194,34 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
     train(config, tmp_path / "broken", resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "broken")
     assert not list((tmp_path / "broken" / "checkpoints").glob(".*"))
+
+
+def test_a_full_disk_ends_a_run_in_one_sentence_and_leaves_no_half_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(tensors: Any, file: Path, metadata: Any) -> None:
+        file.write_bytes(b"half")
+        if file.name == checkpoint_module.TRAINING:
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoint_module, "save_file", write)
+    (tmp_path / "run.json").write_text(json.dumps(TINY))
+    result = CliRunner().invoke(app, ["train", "--config", str(tmp_path / "run.json"), "--output", str(tmp_path / "run")])
+    assert result.exit_code == 1
+    assert "step-00000002 cannot be written (I/O error: No space left on device" in result.output
+    assert isinstance(result.exception, SystemExit)
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_a_model_that_a_full_disk_does_not_hold_is_told_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(*arguments: Any) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(nm, "save", save)
+    (tmp_path / "run.json").write_text(json.dumps(TINY))
+    result = CliRunner().invoke(app, ["train", "--config", str(tmp_path / "run.json"), "--output", str(tmp_path / "run")])
+    assert result.exit_code == 1
+    assert "No space left on device" in result.output
 
 
 def test_a_killed_process_resumes_bit_for_bit(tmp_path: Path) -> None:
@@ -397,6 +436,11 @@ def test_runs_of_one_shape_share_compiled_code_but_not_on_sparse_tensor_cores() 
         ({"recipe": "ssste"}, "ssste"),
         ({"pattern": "2:x"}, "2:x"),
         ({"options": {"mvue": "perhaps", "wrong": 1}}, "wrong"),
+        ({"recipe": "sr-ste", "options": {"decay": "abc"}}, "option decay of sr-ste is a number, got 'abc'"),
+        ({"recipe": "sr-ste", "options": {"decay": float("nan")}}, "option decay of sr-ste is a number, got nan"),
+        ({"recipe": "sr-ste", "options": {"decay": True}}, "option decay of sr-ste is a number, got True"),
+        ({"recipe": "fst", "options": {"refresh": 1.5}}, "option refresh of fst is a whole number, got 1.5"),
+        ({"recipe": "mask-decay", "options": {"rate": "x"}}, "option rate of mask-decay is a number or None, got 'x'"),
         ({"options": {"pattern": "1:4"}}, "pattern is a setting of its own"),
         ({"recipe": "step", "optimizer": "sgd"}, "choose step-adamw, not sgd"),
         ({"seed": 1 << 63}, "seed is below 2**63"),

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from fnmatch import fnmatch
-from typing import Any, TypeVar
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from nmsparse.pattern import Pattern
 from nmsparse.recipes._base import Recipe
@@ -82,4 +84,26 @@ def recipe(name: str, pattern: str | Pattern = "2:4", **options: Any) -> Recipe:
     unknown = [option for option in options if option not in known]
     if unknown:
         raise TypeError(f"{name} has no option {unknown[0]!r}; its options are: {', '.join(known) or 'none'}.")
+    hints = _hints(cls)
+    for option, value in options.items():
+        _check_number(f"option {option} of {name}", value, hints.get(option))
     return cls(pattern, **options)
+
+
+def _hints(cls: type[Recipe]) -> dict[str, Any]:
+    try:
+        return get_type_hints(cls)
+    except NameError:  # a recipe of others, with names that only type checkers see
+        return {}
+
+
+def _check_number(what: str, value: Any, hint: Any) -> None:
+    """A value from a command line or a file, where the hint asks for a number; words and flags the recipes check themselves."""
+    hints = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
+    kinds = {type(word) for each in hints if get_origin(each) is Literal for word in get_args(each)} | set(hints)
+    if not kinds & {int, float}:
+        return
+    is_number = isinstance(value, Real if float in kinds else Integral) and not isinstance(value, bool) and value == value
+    if not is_number and type(value) not in kinds - {int, float}:
+        noun = "a number" if float in kinds else "a whole number"
+        raise TypeError(f"{what} is {noun}{' or None' if NoneType in kinds else ''}, got {value!r}.")

@@ -23,10 +23,16 @@ def weights_of(source: Path) -> Path:
     if not (source / RUN).exists():
         return source
     if not (source / "model").is_dir():
-        is_over = (source / RESULT).exists()
-        why = "kept no model (--no-save, or weights spread over processes)" if is_over else "has not finished: resume it first"
-        raise ValueError(f"{source} is a run that {why}.")
+        raise ValueError(f"{source} is a run that {_why_no_model(source)}.")
     return source / "model"
+
+
+def _why_no_model(run: Path) -> str:
+    if not (run / RESULT).exists():
+        return "has not finished: resume it first"
+    if (RunRecord(run).result or {}).get("status") == "diverged":
+        return "diverged, and so has no model: train it again with a lower learning rate"
+    return "kept no model (--no-save, or weights spread over processes)"
 
 
 def export_weights(source: Path, target: Path, format: Any, pattern: str | None) -> Converted:
@@ -37,7 +43,6 @@ def export_weights(source: Path, target: Path, format: Any, pattern: str | None)
 def export_graph(source: Path, target: Path, pattern: str | None, opset: int | None) -> OnnxReport:
     """ONNX, from the model that the source describes."""
     model, example = _from_run(source) if (source / RUN).exists() else _from_transformers(source)
-    nm.load(model, weights_of(source))
     file = target if target.suffix == ".onnx" else target / "model.onnx"
     file.parent.mkdir(parents=True, exist_ok=True)
     return export_onnx(model, file, example, pattern=pattern or _pattern(weights_of(source)), opset=opset)
@@ -56,6 +61,7 @@ def _from_run(source: Path) -> tuple[nn.Module, dict[str, Any]]:
     config = TrainConfig.from_dict(RunRecord(source).settings, str(source / RUN))
     task = open_task(config)
     model, _, _ = make_model(config, task)
+    nm.load(model, weights_of(source))
     batch = task.valid.__getitems__([0, min(1, len(task.valid) - 1)])
     labels = batch.pop("labels")
     if task.facts.kind == "translation":
@@ -65,6 +71,27 @@ def _from_run(source: Path) -> tuple[nn.Module, dict[str, Any]]:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _loaded(kind: Any, configuration: Any, source: Path) -> nn.Module:
+    """The model with its weights. Without a sparsity.json they were written by transformers, which keeps tied weights once and
+    gives some tensors other names on disk than in the model: it alone knows how to read them."""
+    is_ours = (source / "sparsity.json").exists()
+    lacking: list[str] = []
+    try:
+        if is_ours:
+            model = kind(configuration)
+        else:
+            model, report = kind.from_pretrained(
+                source, config=configuration, local_files_only=True, use_safetensors=True, dtype=torch.float32,
+                output_loading_info=True,
+            )  # fmt: skip
+            lacking = sorted(report["missing_keys"])
+    except Exception as error:
+        raise ValueError(f"{source} does not make a {kind.__name__}: {_first_line(error)}") from error
+    if lacking:  # transformers would go on with random numbers
+        raise ValueError(f"{source} lacks weights of a {kind.__name__}, such as {lacking[0]}: export a complete folder.")
+    return nm.load(model, source) if is_ours else model
 
 
 def _from_transformers(source: Path) -> tuple[nn.Module, dict[str, Any]]:
@@ -80,10 +107,7 @@ def _from_transformers(source: Path) -> tuple[nn.Module, dict[str, Any]]:
     kind = getattr(lib, name, None) if isinstance(name, str) else None
     if not (isinstance(kind, type) and issubclass(kind, lib.PreTrainedModel)):
         raise ValueError(f"{source / 'config.json'} names no architecture that transformers has ({name!r}).")
-    try:
-        model: nn.Module = kind(configuration)
-    except Exception as error:
-        raise ValueError(f"{source / 'config.json'} does not make a {name}: {_first_line(error)}") from error
+    model = _loaded(kind, configuration, source)
     generator = torch.Generator().manual_seed(0)
     if getattr(model, "main_input_name", "") == "pixel_values":
         side = configuration.image_size if hasattr(configuration, "image_size") else 224

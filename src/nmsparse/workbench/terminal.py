@@ -125,7 +125,8 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], title: str
 
         table = Table(title=None if title is None else escape(title))
         for number, name in enumerate(header):
-            table.add_column(escape(name), justify="left" if number == 0 else "right")
+            # a narrow terminal must not cut names
+            table.add_column(escape(name), justify="left" if number == 0 else "right", overflow="fold")
         for row in rows:
             table.add_row(*map(escape, row))
         Console().print(table)

@@ -14,6 +14,9 @@ from nmsparse.workbench.report._runs import Group, Run, Section, mapping, unique
 OF_A_RUN = ("seed", "label", "recipe", "pattern", "output", "resume", "checkpoint_every", "keep", "tracker", "data_dir")
 """Settings that tell runs apart by their nature, or do not change a result: a difference in them is no news."""
 
+OF_A_GROUP = (*OF_A_RUN, "options", "optimizer", "model", "pretrained", "steps", "log_every", "eval_every", "save")
+"""Settings in which groups differ by their nature, or of which a report speaks elsewhere, or that change no result."""
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -68,6 +71,7 @@ def notes(section: Section) -> list[str]:
     remarks = [_unfinished(group, run) for group in section.groups for run in group.runs if run.status != "finished"]
     for group in section.groups:
         remarks += _repeated(group) + _unlike(group) + _lengths(group)
+    remarks += _unlike_groups(section)
     steps = {run.last_step for group in section.groups for run in group.finished}
     if len(steps) > 1:
         lengths = f"{min(steps)} to {max(steps)} steps"
@@ -122,6 +126,14 @@ def _unlike(group: Group) -> list[str]:
     keys = unique(key for config in configs for key in config if key not in OF_A_RUN)
     unlike = [key for key in keys if len({_text(config.get(key)) for config in configs}) > 1]
     return [f"The runs of {group.name} differ in more than the seed: {listed(unlike)}."] if unlike else []
+
+
+def _unlike_groups(section: Section) -> list[str]:
+    """Settings that differ from group to group: not the recipe alone then makes the difference."""
+    unlike = [key for key, texts in settings(section).differing if key not in OF_A_GROUP and len(set(texts)) > 1]
+    if not unlike:
+        return []
+    return [f"Groups differ in more than their recipe: {listed(unlike)}. The settings below have the values."]
 
 
 def _lengths(group: Group) -> list[str]:

@@ -151,21 +151,27 @@ def _head(section: Section) -> list[tuple[str, list[str]]]:
     """The few facts at the top, in parts that a line break should not split."""
     runs, groups = section.runs, section.groups
     steps = sorted({run.planned_steps or run.last_step for run in runs})
-    model = mapping(runs[0].info.get("model"))
-    size = number(model.get("parameters"))
-    is_one = size is not None and len(section.models) == 1
-    sparse = max((number(mapping(run.info.get("model")).get("sparse_parameters")) or 0 for run in runs), default=0)
-    sizes = [f"{magnitude(size)} parameters"] if is_one else []
-    sizes += [f"{magnitude(sparse)} of them sparse"] if is_one and sparse else []
     devices = list(dict.fromkeys(str(mapping(run.info.get("environment")).get("device", "")) for run in runs))
     facts = [
         ("Task", [section.task.name]),
-        ("Model", [*section.models, *sizes]),
+        ("Model", [*section.models, *_sizes(section)]),
         ("Compared", [group.name for group in groups]),
         ("Runs", [counted(len(runs), "run"), f"{_facts.seeds_words(groups)} each"]),
         ("Length", [counted(steps[0], "step") if len(steps) == 1 else f"{steps[0]} to {steps[-1]} steps"]),
     ]
     return facts + ([("Device", devices)] if any(devices) else [])
+
+
+def _sizes(section: Section) -> list[str]:
+    """Of the model, where all runs have the same one, and of its sparse layers, where all that are not dense agree."""
+    sizes = {run.sized_model for run in section.runs}
+    (_, size), *others = sizes
+    if size is None or others:
+        return []
+    found = [mapping(run.info.get("model")).get("sparse_parameters") for run in section.runs if not run.is_dense]
+    sparse = {number(value) for value in found}
+    words = [f"{magnitude(value)} of them sparse" for value in sparse if value and len(sparse) == 1]
+    return [f"{magnitude(size)} parameters", *words]
 
 
 def _specs(section: Section, measure: Measure) -> list[Spec]:
@@ -186,7 +192,8 @@ def _specs(section: Section, measure: Measure) -> list[Spec]:
         *(extra if task.headline != "loss" else []),
         Spec(
             *("flip_rate", "train", "flip_rate", "Flip rate", "mask bits changed by an update"),
-            "How restless the masks are. A healthy run falls as the learning rate does; a rate that stays high never settles.",
+            "How restless the masks are, at the first update of each logging interval. A healthy run falls as the learning rate "
+            "does; a rate that stays high never settles.",
             is_percent=True,
             is_about_masks=True,
             variants=("log", "linear"),

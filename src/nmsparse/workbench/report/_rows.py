@@ -48,8 +48,9 @@ def headline_chart(rows: Sequence[Result], measure: Measure) -> RowChart | None:
     edges = [edge for row in rows if not row.group.is_provisional for edge in _edges(row.headline)]
     axis = linear_axis(min(known + edges), max(known + edges), percent=measure.is_percent)
     made = [_headline_row(row, axis, values[row.group.index], measure) for row in rows]
-    dense = next((row.headline for row in rows if row.group.is_dense and values[row.group.index]), None)
-    return RowChart(axis, made, None if dense is None else _percent(axis, dense.mean))
+    dense = [row.headline for row in rows if row.group.is_dense and row.headline is not None and values[row.group.index]]
+    # of two models each has a dense run of its own, and one line for both would mislead
+    return RowChart(axis, made, _percent(axis, dense[0].mean) if len(dense) == 1 else None)
 
 
 def time_chart(rows: Sequence[Result], step_ms: Callable[[Run], float | None]) -> RowChart | None:

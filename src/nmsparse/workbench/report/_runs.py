@@ -16,6 +16,10 @@ STATUSES = ("finished", "unfinished", "diverged")
 HUGE = 1e100
 """Numbers beyond this are overflow, not measurements: they count as missing."""
 Points = list[tuple[int, float]]
+Model = tuple[str, float | None]
+"""A name, and how many parameters it has at the widths and depths of a run."""
+Key = tuple[str, str, str, Model]
+"""What makes runs one group: label, recipe, pattern and model."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Run:
     seed: int
     task: Task
     model: str
+    parameters: float | None
     info: dict[str, Any]
     rows: dict[str, list[dict[str, Any]]]
     result: dict[str, Any]
@@ -62,6 +67,10 @@ class Run:
     def planned_steps(self) -> int | None:
         steps = mapping(self.info.get("config")).get("steps")
         return steps if isinstance(steps, int) else None
+
+    @property
+    def sized_model(self) -> Model:
+        return self.model, self.parameters
 
     @property
     def is_dense(self) -> bool:
@@ -133,8 +142,8 @@ class Section:
         return unique(run.model for run in self.runs)
 
     def reference(self, group: Group) -> Group | None:
-        """The dense group that a group is compared with: of the same model."""
-        return next((g for g in self.groups if g.is_dense and g.first.model == group.first.model), None)
+        """The dense group that a group is compared with: of the same model in the same size."""
+        return next((g for g in self.groups if g.is_dense and g.first.sized_model == group.first.sized_model), None)
 
 
 def number(value: Any) -> float | None:
@@ -205,6 +214,7 @@ def _run(record: RunRecord, name: str) -> Run:
             _field(file, task, "unit", str, default="units"),
         ),
         model=_field(file, _field(file, info, "model", dict), "name", str),
+        parameters=number(info["model"].get("parameters")),
         info=info,
         rows={kind: _rows(record, kind) for kind in KINDS},
         result=record.result or {},
@@ -237,9 +247,9 @@ def _status(record: RunRecord) -> str:
 
 
 def _groups(runs: Sequence[Run]) -> list[Group]:
-    members: dict[tuple[str, str, str, str], list[Run]] = {}
+    members: dict[Key, list[Run]] = {}
     for run in runs:
-        members.setdefault((run.label, run.recipe, run.pattern, run.model), []).append(run)
+        members.setdefault((run.label, run.recipe, run.pattern, run.sized_model), []).append(run)
     names = _names(list(members))
     ordered = sorted(members, key=lambda key: key[1] != "dense")  # the reference comes first; sorting keeps the rest in order
     return [
@@ -247,19 +257,25 @@ def _groups(runs: Sequence[Run]) -> list[Group]:
     ]
 
 
-def _names(keys: list[tuple[str, str, str, str]]) -> dict[tuple[str, str, str, str], str]:
+def _names(keys: list[Key]) -> dict[Key, str]:
     """A label, and what else it takes to tell groups apart."""
     shared = Counter(label for label, *_ in keys)
-    several_models = len({model for *_, model in keys}) > 1
+    models = {key[3] for key in keys}
 
-    def differs(label: str, part: Callable[[tuple[str, str, str, str]], str]) -> bool:
+    def differs(label: str, part: Callable[[Key], str]) -> bool:
         return shared[label] > 1 and len({part(key) for key in keys if key[0] == label}) > 1
 
-    names: dict[tuple[str, str, str, str], str] = {}
+    names: dict[Key, str] = {}
     for key in keys:
         label, recipe, pattern, model = key
         extra = [recipe] if differs(label, lambda k: k[1]) else []
         extra += [pattern] if differs(label, lambda k: k[2]) else []
-        extra += [model] if several_models else []
+        extra += [_model_words(model, models)] if len(models) > 1 else []
         names[key] = " · ".join([label, *extra])
     return names
+
+
+def _model_words(model: Model, models: set[Model]) -> str:
+    name, parameters = model
+    has_sizes = sum(other == name for other, _ in models) > 1
+    return f"{name}, {parameters:,.0f} parameters" if has_sizes and parameters is not None else name

@@ -13,7 +13,7 @@ from nmsparse.workbench.reproduce._ledger import Ledger, device_name
 from nmsparse.workbench.reproduce._outcome import judge_all, to_dict
 from nmsparse.workbench.reproduce._results import Place, decision_table, places, write_results
 from nmsparse.workbench.reproduce._runner import Progress, reproduce
-from nmsparse.workbench.reproduce._screen import print_outcome, print_plan
+from nmsparse.workbench.reproduce._screen import plan, print_outcome, print_plan
 from nmsparse.workbench.reproduce._study import Study
 from nmsparse.workbench.reproduce.claims import CLAIMS, claims_at
 
@@ -31,6 +31,7 @@ __all__ = [
     "device_name",
     "judge_all",
     "places",
+    "plan",
     "print_outcome",
     "print_plan",
     "reproduce",

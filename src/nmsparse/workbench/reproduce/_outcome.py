@@ -111,6 +111,12 @@ def table(study: Study, experiment: Experiment) -> Table | None:
     return Table(experiment.title, [*header, "ms per step"], rows, notes)
 
 
+def _last_flips(run: Run) -> float | None:
+    """The flip rate of the last log row: of the first update of its interval, or of the last search of a mask."""
+    points = run.curve("flip_rate")
+    return points[-1][1] if points else None
+
+
 def _switches(standing: Standing) -> list[str]:
     """When STEP switched, seed by seed."""
     return [str(run.row["switched_at"]) for run in standing.finished if run.row.get("switched_at") is not None]
@@ -120,7 +126,7 @@ def _row(standing: Standing, value: Estimate | None, places: int, metric: Metric
     spread = "" if value is None or value.deviation is None else f" ± {fixed(value.deviation, places)}"
     change = None if reference is None or reference is standing else paired_difference(standing.by_seed, reference.by_seed)
     against = "" if change is None else metric.write(change.mean, places, signed=True)
-    flips = [points[-1][1] for run in standing.finished if (points := run.curve("flip_rate"))]
+    flips = [rate for run in standing.finished if (rate := _last_flips(run)) is not None]
     flops = None if reference is None or not reference.flops or not standing.flops else standing.flops / reference.flops
     return [
         standing.contender.label,
@@ -153,7 +159,7 @@ def judge_all(study: Study) -> list[Judged]:
 
 
 def gain_words(judged: Judged) -> str:
-    """The gain with its interval, in the unit of the metric."""
+    """The gain with its interval and the margin that it was judged by, in the unit of the metric."""
     lost = "; ".join(
         f"{count} runs of {label} diverged" if count > 1 else f"1 run of {label} diverged"
         for count, label in zip(judged.lost, (judged.statement.left, judged.statement.right), strict=True)
@@ -169,9 +175,10 @@ def _interval_words(judged: Judged) -> str:
     is_percent = judged.metric in ("accuracy", "f1", "matthews") or judged.metric.startswith("flip_rate")
     factor, unit = (100.0, " points") if is_percent else (1.0, _unit(judged.metric))
     mean, low, high = (factor * value for value in (judged.gain.mean, judged.gain.low, judged.gain.high))
+    margin = f", margin {brief(factor * judged.statement.margin)}{unit}" if judged.statement.margin else ""
     if judged.gain.count < 2:
-        return f"{_signed(mean)}{unit} (1 seed)"
-    return f"{_signed(mean)}{unit} ({_signed(low)} to {_signed(high)}, {judged.gain.count} seeds)"
+        return f"{_signed(mean)}{unit} (1 seed){margin}"
+    return f"{_signed(mean)}{unit} ({_signed(low)} to {_signed(high)}, {judged.gain.count} seeds){margin}"
 
 
 def _unit(metric: str) -> str:
@@ -277,6 +284,8 @@ def _experiment(study: Study, experiment: Experiment) -> dict[str, Any]:
                     HEADLINE: run.headline,
                     "step_ms": run.row["step_ms"],
                     "flops": run.row.get("flops"),
+                    "flip_rate_at_end": _last_flips(run),
+                    "switched_at": run.row.get("switched_at"),
                 }
                 for seed, run in standing.runs.items()
             ],

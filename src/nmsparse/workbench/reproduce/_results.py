@@ -17,28 +17,33 @@ from nmsparse.workbench.reproduce._plots import draw
 from nmsparse.workbench.reproduce._statistics import FEWEST_SEEDS
 from nmsparse.workbench.reproduce._study import Study
 from nmsparse.workbench.reproduce.claims import CLAIMS
+from nmsparse.workbench.reproduce.claims._setups import BYTES_PER_TOKEN
 
 NOT_RUN = "not run yet"
 FILE, PLOTS = "RESULTS.md", "plots"
 
-INTRODUCTION = """\
+INTRODUCTION = f"""\
 # Do the papers' claims hold?
 
 Written by `nmsparse reproduce --report` from the `*.jsonl` beside this file; edit the claim files, not this page. Every row there
-has the settings, seed, versions and hardware of one run, and a hash of its settings; `nmsparse reproduce CLAIM --json` prints
-every number below with the hashes of its runs.
+has the settings, seed, versions and hardware of one run, and a hash of its settings. On the hardware of the runs,
+`nmsparse reproduce CLAIM --only EXPERIMENT --scale SCALE --max-minutes 0 --json` trains nothing and prints the values behind the
+tables and verdicts with the hashes of their runs; an experiment that lacks runs asks for its data first.
 
 How to read it: contenders with one seed start from the same weights and see the same examples in the same order. A statement is
-tested on the differences within seeds, by Student's 95 % interval of their mean: it **holds** where the whole interval is on its
-side, **fails** where the whole interval is on the other side, and is **within noise** otherwise. "Equal" and "not worse" mean
-that a difference beyond the stated margin is excluded. Intervals are not corrected for the number of statements. Every contender
-tried the same learning rates on a seed of its own, or takes the rate of the contender it is a variant of; where an experiment has
-one rate, all take that. Validation of image tasks is their test part, for all contenders alike. Training FLOPs are relative to
-dense, with each N:M product counted at its density: what N:M hardware could skip, not what it does. Validation always sees the
-final, hard pattern, also where a recipe still trains densely: curves of step, mask-decay and structure-decay turn good only when
-their masks come. Step times of runs that share a GPU or a CPU say nothing. Runs are short: what is said holds for this size of
-model and this length of training. Scale `small` is made for one GPU; `cpu` is made for two cores and smaller still: a first sign
-and no more. Each experiment shows the scale and the hardware on which it got furthest.
+tested on the differences within seeds, by Student's 95 % interval of their mean: it **holds** where the whole interval is on
+its side, **fails** where the whole interval is on the other side, and is **within noise** otherwise. "Equal" and "not worse"
+mean that a difference beyond the margin is excluded, which stands beside the gain in its unit: at scales where losses are nats
+per byte, a margin in nats per token is divided by {BYTES_PER_TOKEN} bytes per token. Intervals are not corrected for the number
+of statements. Every contender tried the same learning rates on a seed of its own, or takes the rate of the contender it is a
+variant of; where an experiment has one rate, all take that. Validation of image tasks is their test part, for all contenders
+alike. Training FLOPs are relative to dense, with each N:M product counted at its density: what N:M hardware could skip, not
+what it does. Validation always sees the final, hard pattern, also where a recipe still trains densely: curves of step,
+mask-decay and structure-decay turn good only when their masks come. "Flips at the end" are the mask bits changed by the first
+update of the last log interval, or by the last search of recipes that search masks now and then. Step times of runs that share
+a GPU or a CPU say nothing. Runs are short: what is said holds for this size of model and this length of training. Scale `small`
+is made for one GPU; `cpu` is made for two cores and smaller still: a first sign and no more. Each experiment shows the scale
+and the hardware on which it got furthest.
 """
 
 
@@ -127,7 +132,7 @@ def _verdict_table(found: Sequence[Place]) -> str:
             where = place.study.scale if judged.gain is not None else ""
             name = f"`{place.claim.name}`"
             rows.append([name, judged.statement.text, whose, gain_words(judged), f"**{judged.verdict}**", where])
-    return markdown(["claim", "statement", "whose", "gain (95 % interval)", "verdict", "scale"], rows)
+    return markdown(["claim", "statement", "whose", "gain (95 % interval), margin", "verdict", "scale"], rows)
 
 
 def _section(claim: Claim, found: Sequence[Place], plots: Sequence[str]) -> str:

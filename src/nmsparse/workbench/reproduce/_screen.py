@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from nmsparse.workbench.reproduce._claim import Claim
 from nmsparse.workbench.reproduce._flops import training_flops
@@ -28,7 +29,7 @@ def print_outcome(study: Study, progress: Progress) -> None:
         print("\n".join([*made.notes, ""]))
     judged = judge_all(study)
     rows = [[each.statement.text, gain_words(each), each.verdict] for each in judged]
-    print_table(["statement", "gain (95 % interval)", "verdict"], rows)
+    print_table(["statement", "gain (95 % interval), margin", "verdict"], rows)
     _print_rest(progress)
 
 
@@ -52,23 +53,31 @@ def _print_rest(progress: Progress) -> None:
         print(f"{len(progress.left)} runs are left ({named}); the same command goes on with them.")
 
 
-def print_plan(study: Study, seeds: int) -> None:
+def plan(study: Study, seeds: int) -> dict[str, Any]:
     """For ``--dry-run``: what would be trained, and what is in the books already."""
     runs: Sequence[Planned] = [*study.tuning(), *study.finals(seeds)]
-    later = study.unknown(seeds)
     missing = {planned.name for planned in study.missing(runs)}
-    rows = [
-        [
-            planned.name,
-            "tuning" if planned.is_tuning else "final",
-            str(planned.config.steps),
-            f"{training_flops(planned.config).dense:.2e}",
-            "to do" if planned.name in missing else "done",
-        ]
+    described = [
+        {
+            "run": planned.name,
+            "role": "tuning" if planned.is_tuning else "final",
+            "steps": planned.config.steps,
+            "dense_flops": training_flops(planned.config).dense,
+            "is_done": planned.name not in missing,
+        }
         for planned in runs
     ]
+    later = study.unknown(seeds)
+    to_do = len(missing) + len(later)
+    return {"claim": study.claim.name, "scale": study.scale, "runs": described, "later": later, "to_do": to_do}
+
+
+def print_plan(planned: dict[str, Any]) -> None:
+    rows = [
+        [run["run"], run["role"], str(run["steps"]), f"{run['dense_flops']:.2e}", "done" if run["is_done"] else "to do"]
+        for run in planned["runs"]
+    ]
     print_table(["run", "role", "steps", "dense FLOPs", "state"], rows)
-    if later:
-        print(f"{len(later)} final runs follow at the learning rates that these find.")
-    to_do, all_runs = len(missing) + len(later), len(runs) + len(later)
-    print(f"{to_do} of {all_runs} runs to do.")
+    if planned["later"]:
+        print(f"{len(planned['later'])} final runs follow at the learning rates that these find.")
+    print(f"{planned['to_do']} of {len(planned['runs']) + len(planned['later'])} runs to do.")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from nmsparse.workbench.report._numbers import STUDENT
+from nmsparse.workbench.report._numbers import student
 
 Verdict = Literal["holds", "within noise", "fails", "too few seeds", "not run yet"]
 FEWEST_SEEDS = 3
@@ -37,7 +37,7 @@ def paired_difference(left: Mapping[int, float], right: Mapping[int, float]) -> 
     mean, count = statistics.fmean(differences), len(differences)
     if count < 2:
         return Difference(mean, -math.inf, math.inf, count)
-    half = STUDENT[min(count - 1, len(STUDENT)) - 1] * statistics.stdev(differences) / math.sqrt(count)
+    half = student(count - 1) * statistics.stdev(differences) / math.sqrt(count)
     return Difference(mean, mean - half, mean + half, count)
 
 

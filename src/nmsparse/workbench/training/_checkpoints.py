@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -77,15 +77,11 @@ class Checkpoints:
     def _write(self, step: int, model: dict[str, Tensor], training: dict[str, Tensor], facts: dict[str, Any]) -> None:
         self._sweep()
         temporary = self.folder / f".writing-{step}-{os.getpid()}"
-        temporary.mkdir(parents=True)
-        for name, tensors in ((MODEL, model), (TRAINING, training)):
-            save_file(tensors, temporary / name, {"format": "pt"})
-            _flush(temporary / name)
-        files = {name: _fingerprint(temporary / name) for name in (MODEL, TRAINING)}
-        described = {"version": VERSION, "step": step, **facts, "files": files}
-        (temporary / FACTS).write_text(json.dumps({**described, "checksum": _checksum(described)}))
-        _flush(temporary / FACTS)
-        _flush(temporary)
+        try:
+            _fill(temporary, model, training, {"version": VERSION, "step": step, **facts})
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
+            raise OSError(f"{self.path(step)} cannot be written ({error}): make room, then resume the run") from error
         if self.path(step).exists():
             self._remove(self.path(step))
         os.replace(temporary, self.path(step))
@@ -257,6 +253,18 @@ def _placed_like(value: Any, parameter: Tensor) -> Any:
 
 
 # ---- files ----
+
+
+def _fill(folder: Path, model: dict[str, Tensor], training: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    """All files of a checkpoint, down to the disk."""
+    folder.mkdir(parents=True)
+    for name, tensors in ((MODEL, model), (TRAINING, training)):
+        save_file(tensors, folder / name, {"format": "pt"})
+        _flush(folder / name)
+    described = {**facts, "files": {name: _fingerprint(folder / name) for name in (MODEL, TRAINING)}}
+    (folder / FACTS).write_text(json.dumps({**described, "checksum": _checksum(described)}))
+    _flush(folder / FACTS)
+    _flush(folder)
 
 
 def _checksum(facts: dict[str, Any]) -> str:
