@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from nmsparse.functional import hash_integers
 from nmsparse.nn._experts import ExpertStack, SparseExpertsMixin, dense_products, refused, swap_in
 from nmsparse.nn._layer import Layer
-from nmsparse.nn._modules import SparseMixin, dense_class, final_weight, sparse_class
+from nmsparse.nn._modules import SparseMixin, final_weight, sparse_class
 from nmsparse.nn._packed import PackedMixin, unpack_all_
 from nmsparse.nn._permute import Permuted, permute_channels_
 from nmsparse.nn._products import wide
+from nmsparse.nn._swapped import dense_class
 from nmsparse.nn._targets import Target, Targets, select
 from nmsparse.recipes import Recipe
 

@@ -22,17 +22,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from nmsparse.nn._layer import Layer
-from nmsparse.nn._modules import (
-    SparseMixin,
-    Swapped,
-    Unannounced,
-    begin_call,
-    follow_loaded,
-    grouped_dim,
-    reduced_by,
-    refuse_data_parallel,
-)
+from nmsparse.nn._modules import SparseMixin, begin_call, follow_loaded, grouped_dim, refuse_data_parallel
 from nmsparse.nn._products import forward_weight
+from nmsparse.nn._swapped import Swapped, Unannounced, reduced_by
 from nmsparse.recipes import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Recipe
 
 EXPERT_NAMES = ("gate_up_proj", "up_proj", "down_proj")

@@ -18,16 +18,8 @@ from torch import Tensor, nn
 
 from nmsparse.kernels import pack_weight_, packed_size, sparse_matmul, unpack_sparse
 from nmsparse.nn._conv1d import is_hf_conv1d
-from nmsparse.nn._modules import (
-    Swapped,
-    Unannounced,
-    autocast_operands,
-    behaves_as,
-    dense_class,
-    grouped_dim,
-    reduced_by,
-    sparse_class,
-)
+from nmsparse.nn._modules import autocast_operands, grouped_dim, sparse_class
+from nmsparse.nn._swapped import Swapped, Unannounced, behaves_as, dense_class, reduced_by
 
 
 @dataclass(eq=False)
