@@ -220,14 +220,25 @@ def test_a_killed_comparison_leaves_no_process_behind(tmp_path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while a run goes on
 
 
+INTERRUPTIBLE = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and its children with it
+from nmsparse.cli import main
+main()
+"""
+
+
 @pytest.mark.parametrize("arguments", [["train", "--recipe", "dense"], ["compare", "dense", "--seeds", "1", "--jobs", "1"]])
 def test_an_interrupt_says_how_to_go_on_and_exits_with_130(arguments: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "nmsparse", *arguments, "--output", "out", *FLAGS, "--steps", "1000000"]
+    command = [sys.executable, "-c", INTERRUPTIBLE, *arguments, "--output", "out", *FLAGS, "--steps", "1000000"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-    while process.poll() is None and not any(file.stat().st_size for file in tmp_path.glob("out/**/metrics.jsonl")):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, words = process.communicate(timeout=60)
+    try:
+        while process.poll() is None and not any(file.stat().st_size for file in tmp_path.glob("out/**/metrics.jsonl")):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, words = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert words.startswith("stopped; ")
     assert len(words.splitlines()) == 1
