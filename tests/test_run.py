@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import STEPS, make_data, make_net, start, train
+from toys import STEPS, assert_identical, make_data, make_net, start, train
 
 import nmsparse as nm
 from nmsparse._stats import numbers
@@ -399,13 +399,60 @@ def test_weights_loaded_after_sparsify_are_evaluated_with_masks_of_their_own(nam
         assert torch.equal(first.eval()(x), second.eval()(x))
 
 
-def test_weights_loaded_late_into_a_compiled_model_are_refused() -> None:
+@pytest.mark.parametrize(("name", "options"), FROM_WEIGHTS[:-1], ids=[name for name, _ in FROM_WEIGHTS[:-1]])
+def test_weights_loaded_late_are_frozen_with_masks_of_their_own(name: str, options: dict[str, Any]) -> None:
+    """No forward pass comes between."""
+    frozen = []
+    for is_late in (False, True):
+        model = make_net()
+        if not is_late:
+            model.load_state_dict(other_weights())
+        run = nm.sparsify_(model, nm.recipe(name, "2:4", **options))
+        run.attach(torch.optim.SGD(model.parameters(), lr=0.1), total_steps=STEPS)
+        if is_late:
+            model.load_state_dict(other_weights())
+        frozen.append(nm.freeze_(model).state_dict())
+    assert_identical(*frozen)
+
+
+def test_weights_loaded_late_into_a_compiled_model_count() -> None:
     torch._dynamo.reset()
-    model, optimizer, _ = start("asp", {})
+    losses = []
+    for is_compiled in (False, True):
+        model, optimizer, _ = start("asp", {})
+        model.load_state_dict(other_weights())
+        losses.append(train(torch.compile(model, backend="eager") if is_compiled else model, optimizer, 3, make_data()))
+    assert losses[0] == losses[1]
+
+
+def test_an_order_that_was_searched_on_earlier_weights_is_not_trained_with() -> None:
+    torch._dynamo.reset()
+    model, optimizer, run = start("bi-mask", {})
     model.load_state_dict(other_weights())
-    compiled = torch.compile(model, backend="eager")
-    with pytest.raises(RuntimeError, match=r"embed: weights were loaded after run\.attach, when asp had taken masks or scales"):
-        train(compiled, optimizer, 1, make_data())
+    with pytest.raises(RuntimeError, match=r"embed: weights were loaded after run\.attach, and a model that is compiled"):
+        train(torch.compile(model, backend="eager"), optimizer, 1, make_data())
+    run.follow_loaded()
+    train(model, optimizer, 1, make_data())
+
+
+@pytest.mark.parametrize("name", ["s-ste", "fst"])
+def test_a_copy_keeps_the_scales_and_masks_that_it_was_given(name: str) -> None:
+    model, optimizer, run = start(name, {})
+    average = copy.deepcopy(model)
+    train(model, optimizer, 4, make_data())
+    run.copy_state_to(average)
+    average.load_state_dict(model.state_dict())
+    x = make_data()[0]
+    with torch.no_grad():
+        assert torch.equal(average.eval()(x), model.eval()(x))
+
+
+def test_a_frozen_copy_may_be_called_in_training_mode() -> None:
+    """A teacher, which is an average of the student."""
+    model, optimizer, _ = start("sr-ste", {})
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    assert teacher.train()(make_data()[0]).isfinite().all()
+    train(model, optimizer, 1, make_data())
 
 
 def test_weights_loaded_while_a_run_goes_on_keep_its_masks() -> None:

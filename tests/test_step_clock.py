@@ -279,3 +279,13 @@ def test_a_first_update_below_an_output_of_zeros_counts() -> None:
     run.attach(optimizer)
     train(model, optimizer, 1, make_data())
     assert run.step == 1
+
+
+def test_sparse_gradients_of_an_embedding_are_no_hindrance_at_a_learning_rate_of_zero() -> None:
+    model = nn.Sequential(nn.Embedding(8, 16, sparse=True), nn.Linear(16, 16), nn.Linear(16, 4))
+    run = nm.sparsify_(model, nm.SRSTE("2:4"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    run.attach(optimizer)
+    model(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    assert run.step == 1

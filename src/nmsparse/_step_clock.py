@@ -52,6 +52,12 @@ class Shared:
         for layer in self.layers.values():
             layer.layer.has_started = True
 
+    def go_on(self) -> None:
+        """With a saved state, which has what was taken from the weights."""
+        self.begin()
+        for layer in self.layers.values():
+            layer.layer.was_loaded = False
+
 
 class StepClock:
     """Follows one optimizer and the layers that it updates."""
@@ -238,11 +244,11 @@ class StepClock:
         check_updated(self.optimizer, layers, self._recipe)
         attached = {layer.name for clock in shared.clocks for layer in clock.layers}
         check_left_out(self.optimizer, [layer for layer in shared.live_layers if layer.name not in attached])
-        late = next((layer.name for layer in layers if layer.layer.was_loaded and not shared.has_started), None)
+        late = next((layer.name for layer in layers if layer.layer.was_loaded), None)
         if late is not None:
             raise RuntimeError(
-                f"{late}: weights were loaded after run.attach, when {self._recipe.name} had taken masks or scales from those "
-                "before, and a compiled model has used these by now: load weights first, then call run.attach."
+                f"{late}: weights were loaded after run.attach, and a model that is compiled, or called by its parts, has used "
+                f"what {self._recipe.name} took from those before them: load weights first, or call run.follow_loaded() after it."
             )
         if self._may_be_stale:  # a run that goes on has loaded moments in the new order
             check_moments(self.optimizer, shared.before_forward.permuted)

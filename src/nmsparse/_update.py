@@ -288,6 +288,8 @@ def is_rehearsal(optimizer: torch.optim.Optimizer, layers: Sequence[LayerHandle]
         return False
     # of all parameters: below an output layer of zeros, the first gradients of all others are zeros too
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if any(grad.is_sparse for grad in grads):  # a rehearsal's are dense
+        return False
     non_zero = [held(grad).count_nonzero().float() for grad in grads]
     return not any(float(count) for count in sum_over_shards(non_zero, grads))
 

@@ -84,7 +84,7 @@ class Run:
         self._tensor_cores = TensorCores(recipe, verdict)
         self._shared = Shared(recipe, seed, self._layers, self._hook, self._tensor_cores)
         self._hook.run = self
-        model.register_forward_pre_hook(self._hook)
+        self._hook_handle = model.register_forward_pre_hook(self._hook)
 
     @property
     def _clocks(self) -> list[StepClock]:
@@ -131,6 +131,7 @@ class Run:
     def begin_micro_batch(self) -> None:
         """Move the random numbers on, where micro-batches do not pass through the converted model's own forward (Lightning
         calls ``training_step``); once per micro-batch, whether or not they do is no matter."""
+        self.follow_loaded()
         self._hook.move_on()
 
     def follow_loaded(self) -> None:
@@ -180,6 +181,8 @@ class Run:
                     f"{twice} is updated by two attached optimizers; a layer follows one clock: run.detach(...) the old "
                     "one first."
                 )
+        self._hook_handle.remove()  # to come before FSDP2's, which gathers weights and casts them
+        self._hook_handle = self._model.register_forward_pre_hook(self._hook, prepend=True)
         StepClock(self._shared, optimizer, layers, total_steps, stats_every, check_finite).start()
         return self
 
@@ -285,7 +288,7 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken. Attach the optimizers first; nothing changes if anything differs."""
         self._check_loadable(state)
-        self._shared.begin()
+        self._shared.go_on()
         for clock, saved in self._clocks_in(state):
             clock.set_to(saved["step"], saved["memory"])
         self._copy_layers(state)
@@ -298,7 +301,7 @@ class Run:
         """Of :meth:`state_dict`, what evaluation needs beside the weights: the masks and scales of the layers. The clock stays as
         it is, and no optimizer need be attached; a run that goes on training takes :meth:`load_state_dict`."""
         check_same_model(state, self.recipe, self.seed, {name: handle.state for name, handle in self._layers.items()})
-        self._shared.begin()  # what was frozen at the start of the saved run stays: a new clock does not make it anew
+        self._shared.go_on()  # what was frozen at the start of the saved run stays: a new clock does not make it anew
         self._copy_layers(state)
         self.refresh()
 

@@ -13,8 +13,9 @@ from test_registry_sharded import Case, Layers, backward, batches, check_equal, 
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from toys import STEPS, make_optimizer
 
@@ -421,3 +422,34 @@ def test_failure_of_one_rank_is_reported_and_not_waited_for() -> None:
     pool = Ranks(2)
     with pytest.raises(RankError, match="this rank fails"):
         pool.run(fail_on_one)
+
+
+# ---- weights that are loaded late ----
+
+
+def losses_after_loading(rank: int, world: int, name: str, is_late: bool) -> list[float]:
+    model, run = converted(nm.recipe(name, "2:4"), torch.float32)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    optimizer = make_optimizer(run.recipe, model)
+    if is_late:
+        run.attach(optimizer, total_steps=STEPS)
+    generator = torch.Generator().manual_seed(3)
+    weights = {key: torch.randn(value.shape, generator=generator) for key, value in model.state_dict().items()}
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
+    if not is_late:
+        run.attach(optimizer, total_steps=STEPS)
+    losses = []
+    for step in range(3):
+        x, y = batches(world, step, torch.float32)[rank]
+        loss = (model(x).float() - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", ["s-ste", "fst", "asp", "bi-mask"])
+def test_weights_loaded_after_attach_are_looked_at_before_they_are_rounded(name: str, two_ranks: Ranks) -> None:
+    """FSDP2 gathers and casts them in a hook of its own before the forward pass."""
+    assert two_ranks.run(losses_after_loading, name, True) == two_ranks.run(losses_after_loading, name, False)

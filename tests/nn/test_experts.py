@@ -292,6 +292,14 @@ def test_saved_experts_obey_the_pattern_and_load_bit_for_bit(format: str, tmp_pa
         assert same(nm.load(make_model(seed=1), tmp_path / folder), model)
 
 
+def test_a_forward_that_was_replaced_is_told() -> None:
+    """As accelerate's hooks do for offloaded weights: nobody would show the module projected ones."""
+    experts = make_experts()
+    experts.forward = lambda *args: args[0]
+    with pytest.raises(ValueError, match="down_proj: its forward was replaced on the layer itself"):
+        nm.sparsify_(experts, nm.STE("2:4"), ["down_proj"])
+
+
 def test_threads_see_pruned_weights_only() -> None:
     experts = make_experts()
     nm.sparsify_(experts, nm.STE("2:4"), STACKS)

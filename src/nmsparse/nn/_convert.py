@@ -142,7 +142,7 @@ def _examine(name: str, module: Target, recipe: Recipe, owners: dict[int, list[s
             f"{_label(name)} is sparse already ({layer.recipe.name} {layer.recipe.pattern}): call densify_ first, or exclude it."
         )
     if isinstance(module, ExpertStack):
-        why = refused(recipe) or _unfit(name, name, module.weight, owners)
+        why = refused(recipe) or _replaced(module.owner) or _unfit(name, name, module.weight, owners)
     else:
         why = _unswappable(module) or _unfit(
             name, f"{name}.weight" if name else "weight", module._parameters.get("weight"), owners
@@ -166,6 +166,10 @@ def _unswappable(module: nn.Module) -> str | None:
         if type(module).__name__ == "NonDynamicallyQuantizableLinear":
             return "nn.MultiheadAttention reads this weight without calling the layer, which would bypass the recipe"
         return f"{type(module).__name__} is a subclass with a forward of its own, which the recipe would replace"
+    return _replaced(module)
+
+
+def _replaced(module: nn.Module) -> str | None:
     if "forward" in vars(module):
         return "its forward was replaced on the layer itself, as accelerate's hooks do, which would bypass the recipe"
     return None

@@ -46,8 +46,10 @@ class Layer:
     """The state while the weight is on the meta device: accelerate shards models there and loads their weights afterwards."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy (deepcopy, pickle) belongs to no run, which alone would keep its packed weights current and move its clock."""
-        return {**self.__dict__, "sparse": None, "has_clock": False, "awaits_optimizer": self.recipe.needs_clock}
+        """A copy (deepcopy, pickle) belongs to no run, which alone would keep its packed weights current and move its clock.
+        Masks and scales it keeps as they are."""
+        own = {"sparse": None, "has_clock": False, "has_started": True, "awaits_optimizer": self.recipe.needs_clock}
+        return {**self.__dict__, **own}
 
     def init_state(self, weight: Tensor) -> None:
         """Fill the state from the (O, ..., I) weight."""

@@ -71,18 +71,18 @@ class SparseMixin(Swapped):
 
 @torch.no_grad()
 def follow_loaded(module: SparseMixin) -> None:
-    """After other weights were loaded: pack them, and at the start of a run take from them what the recipe takes.
+    """After other weights were loaded: at the start of a run take from them what the recipe takes, and pack them.
 
-    Where a clock is attached, or the weight is not here in one piece, the run does so before the next forward pass.
+    A weight that is not here in one piece is for the run to look at, before its next forward pass, and so is an order to search.
     """
     layer, weight = module._nmsparse, module.weight
+    if not layer.has_started and layer.recipe.starts_from_weights:
+        is_whole = not weight.is_meta and not is_sharded(weight)
+        layer.was_loaded = layer.has_clock and not (is_whole and layer.recipe.row_order(layer.state) is None)
+        if is_whole:
+            for name, value in layer.recipe.init_state(wide(module.view_weight(weight)), layer.groups).items():
+                layer.state[name].copy_(value)
     layer.refresh(weight)
-    if layer.has_started or not layer.recipe.starts_from_weights:
-        return
-    layer.was_loaded = layer.has_clock
-    if not layer.has_clock and not weight.is_meta and not is_sharded(weight):
-        for name, value in layer.recipe.init_state(wide(module.view_weight(weight)), layer.groups).items():
-            layer.state[name].copy_(value)
 
 
 def refuse_data_parallel(name: str) -> RuntimeError:
@@ -117,7 +117,7 @@ def begin_call(module: SparseMixin) -> None:
         layer.note_trace()
     else:
         layer.was_called = True
-    if layer.awaits_optimizer and module.training and torch.is_grad_enabled():
+    if layer.awaits_optimizer and module.training and torch.is_grad_enabled() and module.weight.requires_grad:
         raise RuntimeError(
             f"{layer.name or 'this layer'} was sparsified with {layer.recipe.name}, whose schedule or decay runs on the "
             "optimizer, but no attached optimizer updates it: call run.attach(optimizer, total_steps=...) before training."
@@ -198,6 +198,9 @@ def _nested_linear(module: SparseLinear, input: Tensor) -> Tensor:
     """Sequences of several lengths: what nn.TransformerEncoder makes of a padding mask in evaluation, and jagged tensors."""
     if input.layout is torch.jagged:
         jagged: Any = input
+        if jagged._ragged_idx != 1:  # torch's own layer refuses it too
+            name = module._nmsparse.name or "this layer"
+            raise ValueError(f"{name}: its input is a transposed jagged tensor; make it contiguous first.")
         values = _linear(module, jagged.values())
         return cast(Tensor, torch.nested.nested_tensor_from_jagged(values, jagged.offsets(), jagged.lengths()))
     if torch.is_grad_enabled() and (input.requires_grad or module.weight.requires_grad):
